@@ -117,7 +117,7 @@ def open_run(
         )
     )
     engines.update_weights(0)
-    collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, parts.environment)
+    collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, parts.environments[""])
     rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, collector, 0, None, {}))
     algorithm = GRPOTrainer(config, policy, collector, parts.prompts, StepObserver(), rollouts=rollouts)
     return algorithm, rollouts

@@ -54,10 +54,8 @@ class Shown:
         assert self.page.evaluate(smallest) >= _SMALLEST_TEXT_PX
 
     def texts(self, selector: str) -> list[str]:
-        """The text of each element that is found."""
         found = self.page.locator(selector)
         return [text or found.nth(place).text_content() for place, text in enumerate(found.all_inner_texts())]
 
     def choose(self, label: str, value: str) -> None:
-        """Choose in the list that has this label."""
         self.page.get_by_label(label, exact=True).select_option(label=value)

@@ -64,7 +64,6 @@ class Counts:
 
 
 def exceeded(found: dict[str, float], recorded: dict[str, float]) -> list[str]:
-    """Name what is more than the recorded, and what is not recorded."""
     return [
         f"{what}: {found[what]}, and {recorded.get(what, 0)} are recorded"
         for what in found
@@ -82,7 +81,6 @@ class _Calibration:
         self._thread.start()
 
     def end(self) -> float:
-        """Return the median of the CPU seconds that it took, and measure no more."""
         self._ended.set()
         self._thread.join()
         return statistics.median(self._found)

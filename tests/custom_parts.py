@@ -167,8 +167,6 @@ def by_place(responses, /):
 
 
 class MeanAdvantage:
-    """The reward less the mean of all, times a factor."""
-
     def __init__(self, cfg, loss_cfg, factor=1.0):
         self.factor = factor
 
@@ -187,8 +185,6 @@ class EndlessAdvantage(MeanAdvantage):
 
 
 class CriticAdvantage:
-    """What values leave of the reward."""
-
     def __init__(self, cfg, loss_cfg):
         pass
 

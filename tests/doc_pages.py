@@ -1,6 +1,8 @@
 """The project's pages as tests read them: texts by path, blocks by language, prose without its blocks."""
 
 import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
@@ -27,3 +29,11 @@ def prose(page):
 
 def in_backticks(page):
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
+
+
+def imported(path):
+    """The module of a file that is on no path."""
+    spec = spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -132,7 +132,6 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
 
 
 def _are_distributions(logprobs, at_two, answered):
-    """logprobs, at_two: of each prompt over the vocabulary, at temperature 1 and 2."""
     for row, flatter, answer in zip(logprobs, at_two, answered, strict=True):
         assert row.dtype == flatter.dtype == np.float32
         assert np.exp(row.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)

@@ -11,8 +11,6 @@ from nemo_rl_mcore.rank.sums import LocalSums
 
 
 class InjectedError(RuntimeError):
-    """The failure that a test asked for."""
-
     def __init__(self, call):
         super().__init__(f"injected at {call}")
 

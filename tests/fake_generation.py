@@ -89,19 +89,16 @@ def generation(cluster, source, transport=None, keys=None, check=None, offload="
 
 
 def engine_of(engines, number):
-    """The engine of this number, once it runs."""
     return until(lambda: {one.number: one for one in engines.fleet.live}.get(number))
 
 
 def kill(engines, number, how=signal.SIGKILL):
-    """Kill or stop the process of an engine; returns the engine."""
     engine = engine_of(engines, number)
     os.kill(engine.process.identity.pid, how)
     return engine
 
 
 def until(condition, within_s=60.0):
-    """What the condition gives, once that is true."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come true"

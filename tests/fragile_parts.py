@@ -46,8 +46,6 @@ class Fragile(Length):
 
 
 class Bad(Length):
-    """Fails with one prompt, whenever it is shown."""
-
     def __init__(self, how, index):
         self.how, self.index = how, index
 
@@ -86,8 +84,6 @@ class TwoRewards:
 
 
 class NeedsKey:
-    """Gives the length of a secret."""
-
     def __init__(self):
         self.key = os.environ.get("WORKERS_TEST_TOKEN", "")
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,18 @@ RECIPE = Path(__file__).parents[1] / "examples/configs/grpo_copy_cpu.yaml"
 
 class Run:
     def __init__(
-        self,
-        log_dir: Path,
-        *overrides: str,
-        algorithm: str = "grpo",
-        recipe: Path = RECIPE,
-        environment: Mapping[str, str] | None = None,
-        before: str = "",
+        self, log_dir: Path, *overrides: str, algorithm: str = "grpo", recipe: Path = RECIPE, before: str = ""
     ) -> None:
         """before: Python that runs in the process before the command."""
+        command = f"{before}import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"
         self.log_dir, self.watch = log_dir, ProcessWatch()
         self.process = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-c",
-                    f"{before}import sys; from nemo_rl_mcore.cli import main; sys.exit(main())",
-                ),
+                *(sys.executable, "-c", command),
                 *(algorithm, "--config", str(recipe), f"logger.log_dir={log_dir}"),
                 *(f"{algorithm}.val_period=0", *overrides),
             ],
-            env={**os.environ, **(environment or {}), **self.watch.environment},
+            env={**os.environ, **self.watch.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,7 +57,6 @@ class Run:
         return self.process.returncode, output, errors
 
     def checkpoint(self, step: int, model: str = "policy") -> dict[str, Any]:
-        """The tensors of a model after a step, where checkpoints are written into the run's folder."""
         return tensors_in(self.log_dir / "checkpoints" / f"step_{step}" / model)
 
     def finish(self, within_s: float = 300) -> str:
@@ -103,7 +92,6 @@ def compared(run: Run) -> list[dict[str, float]]:
 
 
 def assert_same_tensors(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    """Compare to the bit."""
     assert wanted.keys() == found.keys()
     assert not [name for name in wanted if not wanted[name].equal(found[name])]
 

@@ -51,7 +51,6 @@ class Doctor:
         self._path = [self._shadows, hiding, REPOSITORY]
 
     def install(self, package: str, code: str, distribution: str = "", version: str = "1.0") -> None:
-        """Put a package before the installed one of its name."""
         (self._shadows / package).mkdir()
         (self._shadows / package / "__init__.py").write_text(code)
         name = distribution or package
@@ -61,10 +60,7 @@ class Doctor:
 
     def start(self, *arguments: str, hidden=(), **environment: str) -> subprocess.Popen[str]:
         shown = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "COLUMNS")}
-        environment |= {
-            "HIDDEN": " ".join(hidden),
-            "PYTHONPATH": os.pathsep.join(map(str, self._path)),
-        }
+        environment |= {"HIDDEN": " ".join(hidden), "PYTHONPATH": os.pathsep.join(map(str, self._path))}
         return subprocess.Popen(
             [sys.executable, "-m", "nemo_rl_mcore", "doctor", *arguments],
             cwd=self.folder, env=shown | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -9,12 +9,10 @@ FOLDER = Path(__file__).parent / "fixtures/nemo_rl"
 
 
 def migrated_with(changes: str, base: str, folder: Path) -> Migrated:
-    """One of their exemplars under some YAML, written into the folder and migrated."""
     path = folder / "theirs.yaml"
     path.write_text(f"defaults: {FOLDER / base}.yaml\n{changes}\n")
     return migrate(path)
 
 
 def told(result: Migrated, path: str) -> list[Kind]:
-    """What is said of a key."""
     return [note.kind for note in result.draft.notes if note.path == path]

@@ -34,7 +34,6 @@ class Faults:
 
 
 def rate(recipe: Mapping[str, Any], ticks: float) -> float:
-    """The learning rate after so many calls of `train`, of the schedule in their megatron_cfg."""
     schedule, peak = recipe["scheduler"], recipe["optimizer"]["lr"]
     low, warmup, end = recipe["optimizer"]["min_lr"], schedule["lr_warmup_iters"], schedule["lr_decay_iters"]
     if warmup and ticks <= warmup:
@@ -68,7 +67,6 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Rows:
-        """Pad rows of ids and masks."""
         lengths = torch.tensor([len(ids) for ids, _ in rows])
         whole = cls(
             *(torch.zeros(len(rows), int(lengths.max()), dtype=kind) for kind in (torch.long, torch.float)),
@@ -142,7 +140,7 @@ class Trainer:
         return self.recipe["policy"]["megatron_cfg"]
 
     def rate(self, optimizer_step: int) -> float:
-        """That of an optimizer step of this call: here each has its share of the one tick that a call is there."""
+        """Each optimizer step of a call has its share here of the one tick that a call is there."""
         return rate(self._megatron, (self.calls + optimizer_step / self.steps) * self.faults.ticks)
 
     def logprobs(self, rows: Rows, model: Any = None) -> torch.Tensor:
@@ -171,7 +169,6 @@ def _attended(rows: Rows) -> torch.Tensor:
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor, faults: Faults) -> torch.Tensor:
-    """Over all tokens of a batch."""
     if faults.denominator == "rows":
         return ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
     return (values * mask).sum() / mask.sum()

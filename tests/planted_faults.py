@@ -173,6 +173,5 @@ def another_rope_base_is_exported() -> None:
 
 
 def plant(*names: str) -> None:
-    """Make these mistakes in this process."""
     for name in names:
         globals()[name]()

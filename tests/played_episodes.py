@@ -8,8 +8,8 @@ import torch
 from nemo_rl_mcore.data.chat import make_observer, with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.turns import Reply
 from nemo_rl_mcore.driver.rollouts.player import EpisodeForm, RolloutCollector
+from nemo_rl_mcore.environment.turns import Reply
 from nemo_rl_mcore.ops.sampling import sample_keys
 
 SEED, STEP, TURNS, NEW_TOKENS = 7, 4, 4, 6

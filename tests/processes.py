@@ -18,8 +18,6 @@ MARKER_NAME = "MEGATRON_TEST_MARKER"
 
 
 class ProcessWatch:
-    """Watches a process and everything it starts, from the moment `follow` is called."""
-
     def __init__(self) -> None:
         self.marker = uuid.uuid4().hex
         self.environment = {MARKER_NAME: self.marker}
@@ -33,13 +31,11 @@ class ProcessWatch:
         self._thread.start()
 
     def alive(self) -> dict[int, str]:
-        """The title of every process of the run that still runs."""
         self._look(set())
         with self._lock:
             return {pid: title_of(pid) for pid in self._seen}
 
     def all_gone(self, within_s: float, *, but: Collection[str] = ()) -> bool:
-        """Whether all processes end in time, leaving those titles out."""
         deadline = time.monotonic() + within_s
         while any(title.strip() not in but for title in self.alive().values()):
             if time.monotonic() > deadline:

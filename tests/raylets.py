@@ -53,7 +53,6 @@ class Raylets:
         return {**self._settings, "RAY_ADDRESS": self._address}
 
     def processes(self) -> dict[int, str]:
-        """The title of every process of the cluster that runs."""
         return self._watch.alive()
 
     def join(self, cpus: int = 1) -> str:
@@ -65,7 +64,6 @@ class Raylets:
         return address
 
     def raylet(self, address: str) -> int:
-        """The process of a raylet."""
         (found,) = [
             pid
             for pid, title in self._watch.alive().items()
@@ -74,12 +72,10 @@ class Raylets:
         return found
 
     def kill(self, address: str) -> None:
-        """Kill a raylet, with which its workers go."""
         os.kill(self.raylet(address), signal.SIGKILL)
         self._joined.remove(address)
 
     def kill_joined(self) -> None:
-        """Kill all raylets but the head's."""
         for address in [*self._joined]:
             self.kill(address)
 

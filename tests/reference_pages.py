@@ -102,7 +102,6 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[tuple[str, type[S
 
 
 def _purpose_and_rows(model: type[StrictModel]) -> tuple[str, list[_Row]]:
-    """Return a section's purpose and a row for each of its own keys; a section that may be null is a key as well."""
     rows = list[_Row]()
     for name, field in model.model_fields.items():
         if (section := section_of(field)) is not None and section == field.annotation:

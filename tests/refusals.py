@@ -22,7 +22,6 @@ def refused(
 
 
 def assert_refused(error: object, code: str, *parts: object) -> None:
-    """The same of an error, or a part of one, that is there."""
     assert getattr(error, "code", "") == code, f"{error!r}"
     assert_holds(str(error), *parts)
 
@@ -54,7 +53,6 @@ def brief(problem: Problem) -> str:
 
 
 def briefs(problems: Iterable[Problem]) -> list[str]:
-    """Return `brief` of each."""
     return [brief(problem) for problem in problems]
 
 

@@ -57,7 +57,6 @@ def write_events(folder):
 
 
 def write_results(folder, mean=0.5):
-    """The results of an evaluation."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = {"accuracy": {"mean": mean, "stderr": 0.1}, "pass@4": {"mean": 1.0, "stderr": None}}
     results = {"digits": {"prompts": 4, "samples": 8, "metrics": metrics}}

@@ -3,8 +3,8 @@ from typing import Any, NamedTuple
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environment.interface import Environment, replies_of
+from nemo_rl_mcore.environment.turns import Reply, Turn
 
 
 class Played(NamedTuple):

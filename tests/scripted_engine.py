@@ -20,7 +20,6 @@ class Drawing:
         self.gate.set()
 
     def answer(self, asked):
-        """Return the answer to a batch of rows."""
         keys = zip(
             *(asked[key].tolist() for key in ("prompt_index", "sample_index", "turn_index")), strict=True
         )

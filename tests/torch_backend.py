@@ -29,7 +29,7 @@ class TorchBackend:
 
     def __init__(self, policy, options):
         torch.manual_seed(options.seed)
-        self.policy, self.trained, self.temperature = policy, options.trained, options.temperature
+        self.policy, self.trained, self.temperature = policy, options.trained, options.sampling.temperature
         size = policy.model.vocab_size
         self.model = torch.nn.Sequential(torch.nn.Embedding(size, 16), torch.nn.Linear(16, size))
         self.optimizer, self.samples = torch.optim.SGD(self.model.parameters(), momentum=0.9), 0

@@ -28,13 +28,11 @@ def records(folder: Path) -> list:
 
 
 def run_of(folder: Path):
-    """The run: its id, project, tags and others."""
     (run,) = [record.run for record in records(folder) if record.HasField("run")]
     return run
 
 
 def config_of(folder: Path) -> dict:
-    """Its configuration at the start."""
     return {item.key: json.loads(item.value_json) for item in run_of(folder).config.update}
 
 
@@ -46,6 +44,5 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def exit_code_of(folder: Path) -> int:
-    """How it ended."""
     (code,) = [record.exit.exit_code for record in records(folder) if record.HasField("exit")]
     return code

@@ -43,7 +43,7 @@ class _ClientGoneError(Exception):
 class Answer:
     """A model call, with its response in each client's format.
 
-    ids, logprobs: of the sampled tokens. spoken_ids: ids without a final stop token. versions: weight versions with
+    ids, logprobs: the sampled tokens'. spoken_ids: ids without a final stop token. versions: weight versions with
     their token ranges, in vLLM's format. version: the last token's weight version. name: the call's id.
     """
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
@@ -177,7 +178,6 @@ def _digest(before: bytes, *parts: Any) -> bytes:
 
 
 _CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ID_LENGTH = 9
 """Some templates, such as Mistral's, accept only ids of nine letters and digits."""
 
@@ -191,35 +191,44 @@ def no_tools(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
     return text, []
 
 
-def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
-    """Parse the calls of Hermes and Qwen: a JSON object between `<tool_call>` and `</tool_call>`.
+def json_calls(
+    text: str, _ids: Sequence[int], *, tag: str = "tool_call", listed: bool = False
+) -> tuple[str, list[Function]]:
+    """Parse calls between `<tag>` and `</tag>`: a JSON object each, or a list of them if `listed`.
 
-    Anything but an object with a name and an object of arguments stays text, as does an unfinished call.
+    Anything but objects with a name and an object of arguments stays text, as does an unfinished call.
     """
-    calls: list[tuple[re.Match[str], Function]] = []
-    for match in _CALL.finditer(text):
+    calls: list[tuple[re.Match[str], list[Function]]] = []
+    for match in re.finditer(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
         try:
             given: object = json.loads(match[1])
         except (ValueError, RecursionError):
             continue
-        call = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if isinstance(name, str) and name and isinstance(arguments, dict):
-            calls.append((match, (name, json.dumps(arguments, ensure_ascii=False))))
+        functions: list[Function] = []
+        objects = cast("list[object]", given) if listed and isinstance(given, list) else [given]
+        for one in objects:
+            call = cast("dict[str, Any]", one) if isinstance(one, dict) else {}
+            name, arguments = call.get("name"), call.get("arguments", {})
+            if isinstance(name, str) and name and isinstance(arguments, dict):
+                functions.append((name, json.dumps(arguments, ensure_ascii=False)))
+        if functions and len(functions) == len(objects):
+            calls.append((match, functions))
     if not calls:
         return text, []
     ends = [0, *(match.end() for match, _ in calls)]
     starts = [*(match.start() for match, _ in calls), len(text)]
     said = [text[end:start].strip() for end, start in zip(ends, starts, strict=True)]
-    return "\n".join(filter(None, said)), [function for _, function in calls]
+    return "\n".join(filter(None, said)), [one for _, functions in calls for one in functions]
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
-    """Return a parser by name: `hermes`, `none`, or one of the library `renderers` (extra `tool-parsers`).
+    """Return a parser by name: `hermes` (also Qwen's), `nemotron_json`, `none`, or one of `renderers` (extra
+    `tool-parsers`).
 
     Raises ImportError without that library, RefusedError for an unknown name.
     """
-    own: dict[str, ToolParser] = {"hermes": hermes, "none": no_tools}
+    nemotron = partial(json_calls, tag="TOOLCALL", listed=True)
+    own: dict[str, ToolParser] = {"hermes": json_calls, "nemotron_json": nemotron, "none": no_tools}
     if name in own:
         return own[name]
     library = import_module("renderers.parsers")

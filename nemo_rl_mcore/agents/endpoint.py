@@ -41,12 +41,12 @@ from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.activity import LoopThread
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Piece, Transcript, batch_of
+from nemo_rl_mcore.environment.turns import Ending, Reply, Turn, conversation
 
 
 def in_order(calls: Sequence[Call]) -> list[Call]:

@@ -74,7 +74,7 @@ class RefusedCallError(Exception):
 
 
 def refusal_of(error: BaseException) -> RefusedCallError | None:
-    """Return the refusal for an error; None for the endpoint's own fault."""
+    """Return the refusal for an error; None for an error of the endpoint itself."""
     match error:
         case RefusedCallError():
             return error

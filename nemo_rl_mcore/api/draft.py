@@ -219,7 +219,7 @@ class Draft:
             self.set("train", {"data.dataset_name": "files"})
 
     def rewards(self, given: Rewards | None, weights: Weights | None, *, required: bool) -> None:
-        """Set what scores answers; required: record a problem for nothing, since recipes without `env` score sums."""
+        """Set the rewards; required: record a problem if there are none, since recipes without `env` score sums."""
         if isinstance(given, type):
             self.set("reward", {"env.custom": {"type": given}})
         elif given is not None:

@@ -16,7 +16,7 @@ from nemo_rl_mcore.recipe.schema import path_ending_in
 from nemo_rl_mcore.recipe.sources import read_recipe
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
-what ran. `migrate` makes one of a recipe of NeMo RL."""
+what ran. `migrate` translates a NeMo RL recipe."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 _CONFIG = _argument("--config", "FILE", "the recipe, a YAML file", required=True)
-_OWN_CONFIG = _argument("--config", "FILE", "the recipe; left out, it is that of the checkpoint")
-_MIGRATE = _flag("--migrate", "the recipe is one of NeMo RL: migrate it first, and print what changes")
+_OWN_CONFIG = _argument("--config", "FILE", "the recipe; default: the checkpoint's")
+_MIGRATE = _flag("--migrate", "for a NeMo RL recipe: migrate it first, and print the changes")
 _RUN_EXAMPLES = {
     "grpo": "grpo --config grpo_copy_cpu.yaml grpo.max_num_steps=50 logger.log_dir=results/short",
     "ppo": "ppo --config ppo_cpu.yaml policy.megatron_cfg.optimizer.lr=1e-3",
@@ -73,8 +73,9 @@ _RUN_EXAMPLES = {
     "distillation": "distillation --config distillation_cpu.yaml distillation.max_num_steps=50",
 }
 _MODELS = "the policy's model, or teacher=NAME for another section; may be repeated"
+_FILES = "the training rows, or validation=FILE; may be repeated"
 _RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the same command resumes an interrupted run
-from its newest checkpoint; run it again until it says that the run has finished."""
+from its newest checkpoint; repeat it until the run has finished."""
 
 COMMANDS = {
     name: Command(
@@ -118,11 +119,11 @@ COMMANDS |= {
         (
             _argument("--checkpoint", "DIR", "a folder step_N of a run", required=True),
             _argument("--output", "DIR", "the folder to write; it must not exist", required=True),
-            _flag("--adapters", "write adapters alone, as the library peft does; left out, they are merged"),
+            _flag("--adapters", "write only the adapters, as the peft library does, without merging them"),
         ),
     ),
     "replay": Command(
-        "train again what an asynchronous run has logged, and compare",
+        "train the logged steps of an asynchronous run again, and compare",
         "replay results/mine --steps 0:20",
         (
             _argument("run", "RUN_DIR", "logger.log_dir of the run"),
@@ -130,7 +131,7 @@ COMMANDS |= {
         ),
     ),
     "report": Command(
-        "write a page of a run, or of several side by side, that a browser shows",
+        "write an HTML page about a run, or several side by side",
         "report results/mine results/yours --output comparison.html",
         (
             _argument("runs", "DIR", "logger.log_dir of a run, or the folder of an eval", nargs="+"),
@@ -139,38 +140,39 @@ COMMANDS |= {
         overrides="",
     ),
     "doctor": Command(
-        "report what this machine has, what is missing for runs or for a recipe, and the command that fixes it",
+        "report this machine's parts, those missing for runs or a recipe, and the command that fixes each",
         "doctor --config quickstart/grpo_7B_8gpu.yaml",
         (
-            _argument("--config", "FILE", "the recipe to look at this machine for"),
+            _argument("--config", "FILE", "a recipe whose requirements to check as well"),
             _flag("--json", "print one JSON object"),
             _argument("--timeout", "S", "seconds for all imports (120)", type=_seconds, default=120.0),
         ),
     ),
     "migrate": Command(
-        "write a recipe from one of NeMo RL, and say what became of each key",
+        "translate a NeMo RL recipe, and report the result for each key",
         "migrate grpo_math_1B_megatron.yaml --output mine.yaml",
         (
-            _argument("recipe", "THEIR.yaml", "the recipe of NeMo RL, its `defaults:` beside it"),
-            _argument("--output", "OURS.yaml", "the file to write; left out, the same name in this folder"),
+            _argument("recipe", "THEIR.yaml", "the NeMo RL recipe, with its `defaults:` beside it"),
+            _argument("--output", "OURS.yaml", "the file to write; default: the same name in this folder"),
             _argument("--model", "NAME", _MODELS, action="append", default=[]),
+            _argument("--data", "FILE", _FILES, action="append", default=[]),
         ),
         overrides="of their recipe, applied before it is migrated",
-        more="""Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
-something refused or left to settle, 1 where no file was written.""",
+        more="""Exit status: 0 if everything carried over and `check` accepts the recipe, 2 if something is refused
+or left to settle, 1 if no file was written.""",
         status_of_errors=1,
     ),
     "rehearse": Command(
-        "shrink a recipe, ours or NeMo RL's, run it on CPU in its own layout, and prove what that can",
+        "shrink a recipe, ours or NeMo RL's, run it on CPU in its own layout, and compare the results",
         "rehearse grpo_math_1B_megatron.yaml --json rehearsal.json",
         (
             _argument("recipe", "RECIPE.yaml", "the recipe, a YAML file"),
             _argument("--ranks", None, "processes of the model (4)", type=int, choices=(4, 8), default=4),
-            _argument("--json", "FILE", "write what was found there too"),
+            _argument("--json", "FILE", "also write the findings to this file"),
         ),
         overrides="of the recipe, applied before it is shrunk",
-        more="""Exit status: 0 where all that ran is as it is to be, 1 where something is not, 2 where the recipe
-has problems and nothing ran.""",
+        more="""Exit status: 0 if everything that ran is as expected, 1 if something is not, 2 if the recipe has
+problems and nothing ran.""",
     ),
     "recipes": Command(
         "list the recipes that come with the package, or copy one or a folder of them",

@@ -5,6 +5,7 @@ Nothing heavy is imported here: a mistake in a recipe is reported before torch, 
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,7 +170,11 @@ def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> in
     try:
         named = [one.rpartition("=") for one in options.model]
         models = {section or "policy": model for section, _, model in named}
-        return run_migrate(options.recipe, options.output, overrides, models, problems_of_check)
+        named = ("train=", "validation=")
+        rows = [one if one.startswith(named) else f"train={one}" for one in options.data]
+        parts = [one.partition("=") for one in rows]
+        files = [f"++data.{section}.data_path={json.dumps(file)}" for section, _, file in parts]
+        return run_migrate(options.recipe, options.output, [*overrides, *files], models, problems_of_check)
     except ConfigError as error:
         write_line(sys.stderr, str(error))
         return EXIT_NO_FILE

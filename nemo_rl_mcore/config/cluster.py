@@ -49,7 +49,7 @@ class ClusterConfig(StrictModel):
     gpus_per_node: NonNegativeInt = 0
     """Ranks per machine, one per GPU; 0 runs on CPUs with gloo."""
     cpu_workers_per_node: PositiveInt = 1
-    """Ranks per machine if gpus_per_node is 0; not read otherwise."""
+    """Ranks per machine if gpus_per_node is 0; ignored otherwise."""
     in_process: Literal["auto", "never"] = "auto"
     """Run a single rank in the driver's process, without Ray (ours): auto does so if no other process is needed, that
     is, with embedded generation, one model, no processes for the environment, no agents, and no restarts."""

@@ -255,7 +255,7 @@ class CustomEnvConfig(OwnClassConfig):
 
 
 class EnvConfig(StrictModel):
-    """The environment that scores the answers, chosen by one of the sections.
+    """The environment that scores the answers, chosen by its section; one of several by the rows' `env_name`.
 
     Without a section, an embedded task's reward is the share of correct characters, end-of-sequence included.
     """
@@ -277,7 +277,7 @@ class EnvConfig(StrictModel):
     """Handling of answers whose reward is None (ours): refuse ends the run; drop excludes the answer from baselines,
     standard deviations, the loss and validations, and counts it in `episodes/unscored_rate`."""
     pool: EnvPoolConfig = EnvPoolConfig()
-    """The environment's processes (ours)."""
+    """The processes of each environment (ours)."""
     endpoint: EndpointConfig | None = None
     """Agents that play the episodes, each in its own process; the environment, if any, scores episodes that end without
     a reward. Null means no agents (ours)."""
@@ -307,6 +307,23 @@ class EnvConfig(StrictModel):
     def given(self) -> list[str]:
         """Return the names of the environments that have a section."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
+
+    @property
+    def by_name(self) -> "dict[str, EnvConfig]":
+        """Return a section for each environment by its name, which is empty if there is only one."""
+        if len(self.given) < 2:
+            return {"": self}
+        weights, found = self.reward_weights or {}, dict[str, EnvConfig]()
+        for name in self.given:
+            weighed = name in ("rewards", "custom")
+            kept = {
+                reward: weight
+                for reward, weight in weights.items()
+                if weighed and (reward in (self.rewards or {})) == (name == "rewards")
+            }
+            others = dict.fromkeys(other for other in self.given if other != name)
+            found[name] = self.model_copy(update={**others, "reward_weights": kept})
+        return found
 
     rules = (
         Rule(
@@ -347,16 +364,5 @@ class EnvConfig(StrictModel):
                 says=f"the reward name {name!r:.80} is not allowed",
             )
             for name in own.rewards or ()
-        ),
-        lambda own: (
-            Rule(
-                "one-of",
-                name,
-                related=tuple(own.given),
-                when=True,
-                fix=f"set {own.given[0]}: null",
-                says=f"only one environment is allowed; given: {' and '.join(own.given)}",
-            )
-            for name in own.given[1:][-1:]
         ),
     )

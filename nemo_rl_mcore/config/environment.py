@@ -130,23 +130,24 @@ RETRIES = 2
 
 
 class EnvPoolConfig(StrictModel):
-    """The environment's processes; a failing process affects at most its own episodes (ours)."""
+    """The processes of each environment; a failing process affects at most its own episodes (ours)."""
 
     size: NonNegativeInt | None = None
-    """Number of processes; 0 uses the driver; null means 1 for env.math, env.rewards and env.custom, else 0."""
+    """Number of processes of each environment; 0 uses the driver; null means 1 for env.math, env.rewards and
+    env.custom, else 0."""
     timeout_s: Seconds = 120.0
     """Seconds allowed for scoring up to 8 answers in one call; a slower process is killed and replaced."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs that Ray reserves for each process, for example for a reward model, in addition to the ranks' and engines'
     GPUs: a fraction of one GPU, or whole GPUs; 0 hides all GPUs."""
     max_drop_rate: Fraction = 0.0
-    """Maximum share of dropped episodes in a step or a validation batch; above it the run ends."""
+    """Maximum share of an environment's episodes dropped in a step or a validation batch; above it the run ends."""
     variables: StrTuple = ()
     """Names of the driver's environment variables to pass to the processes besides those passed to ranks, such as a
     service's key; the values reach neither Ray nor a log."""
 
 
-OWN_TOOL_PARSERS = ("hermes", "none")
+OWN_TOOL_PARSERS = ("hermes", "nemotron_json", "none")
 """Values of tool_parser that need no additional package."""
 
 
@@ -169,5 +170,6 @@ class EndpointConfig(StrictModel):
     """Seconds allowed for an agent from its start to the end of its session; a late agent is killed, and restarted up
     to 2 times."""
     tool_parser: str = "hermes"
-    """Format of tool calls in an answer: hermes (also Qwen's), JSON between <tool_call> and </tool_call>; none, no tool
-    calls; any other name, a parser of the library renderers (extra tool-parsers)."""
+    """Format of tool calls in an answer: hermes (also Qwen's), JSON between <tool_call> and </tool_call>;
+    nemotron_json, a JSON list between <TOOLCALL> and </TOOLCALL>; none, no tool calls; any other name, a parser in the
+    renderers library (extra tool-parsers)."""

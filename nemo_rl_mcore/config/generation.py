@@ -1,7 +1,7 @@
 """Configuration of generation: engine and sampling."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ _SET_HERE: Mapping[str, str] = {
     "quantization_config": "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
     "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
     "enable_sleep_mode": "policy.generation.colocated.enabled",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
     "seed": "seed",
     **dict.fromkeys((*_OF_A_LAUNCH, *_OF_REFIT, *_OF_WORKERS), ""),
 }
@@ -41,8 +42,7 @@ _OTHER_ANSWERS = (
     *("hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "override_generation_config"),
     *("generation_config", "logits_processors", "logits_processor_pattern", "calculate_kv_scales"),
     *("speculative_config", "speculative_model", "enable_lora", "lora_modules", "disable_sliding_window"),
-    *("enable_return_routed_experts", "sliding_window", "quantization_param_path", "revision"),
-    "trust_remote_code",
+    *("sliding_window", "quantization_param_path", "revision", "trust_remote_code"),
 )
 """Engine arguments that change the sampled distribution, or add weights that a refit does not send."""
 _OTHER_LAYOUTS = ("data_parallel_size", "decode_context_parallel_size", "enable_eplb")
@@ -156,11 +156,18 @@ class SamplingFiltersConfig(StrictModel):
     """Sample from this number of most probable tokens; null keeps all tokens."""
 
 
+class LogprobSampling(NamedTuple):
+    """The distribution that a log-probability belongs to: the softmax at the temperature, after the filters."""
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
 class GenerationConfig(SamplingFiltersConfig):
     """The engine, and the distribution from which responses are sampled.
 
-    The embedded engine returns log-probabilities at the temperature but before top_p and top_k, so that they agree with
-    training's.
+    Engines and GRPO's and PPO's training compute log-probabilities after top_p and top_k.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
@@ -197,7 +204,7 @@ class GenerationConfig(SamplingFiltersConfig):
     verify_refit: bool = True
     """Compare the engines' weights with the trainer's bit by bit after every refit (ours).
 
-    With false, only check that every tensor arrived and every weight was written.
+    If false, only check that every tensor arrived and every weight was written.
     """
     compare_at_start: bool = True
     """Compare separate engines' log-probabilities with training's when a run starts or resumes (ours).
@@ -211,6 +218,10 @@ class GenerationConfig(SamplingFiltersConfig):
     mismatch_action: Literal["warn", "mask", "stop"] = "warn"
     """Handling of mismatched responses: warn, mask them in the loss, or stop the run before training on them (ours). In
     asynchronous runs, `mask` also applies to responses from older weights, as in NeMo RL, and so to their age."""
+
+    @property
+    def logprob_sampling(self) -> LogprobSampling:
+        return LogprobSampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def decodes_on_ranks(self) -> bool:

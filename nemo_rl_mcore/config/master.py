@@ -122,6 +122,8 @@ def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str |
         f"{steps} optimizer steps over each rollout": steps > 1,
         **{f"{name}.type: {one.type}": one.type is not None for name, one in config.losses.items()},
         estimator: estimator in config.import_paths,
+        "policy.router_replay, whose routes it records": policy.router_replay.enabled
+        and not policy.engines_return_routes,
         "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and config.models["policy"].reference,
         f"policy.generation.mismatch_action: {generation.mismatch_action}": generation.mismatch_threshold
         is not None

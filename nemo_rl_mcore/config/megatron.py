@@ -160,7 +160,7 @@ class PeftConfig(Switched):
     dropout: Fraction = 0.0
     """Dropout probability in adapters."""
     dropout_position: Literal["pre", "post"] = "post"
-    """Apply dropout to an adapter's input (pre), as in the library peft, or to its output (post)."""
+    """Apply dropout to an adapter's input (pre), as in the peft library, or to its output (post)."""
     lora_A_init_method: AdapterInit = "xavier"
     """Initialization of A: xavier, normal by both sizes; normal, standard deviation 0.2; kaiming, uniform by inputs."""
     lora_B_init_method: AdapterInit = "zero"
@@ -168,7 +168,7 @@ class PeftConfig(Switched):
     lora_dtype: Literal["float32", "bfloat16", "None"] | None = None
     """Number format of adapters, which must equal policy.precision; null, or None as in NeMo RL, means that format."""
     pretrained_adapter: FolderPath | None = None
-    """Folder with adapters, saved by the library peft, to start training from; null starts new adapters (ours)."""
+    """Folder of adapters saved by the peft library to start training from; null starts new adapters (ours)."""
 
     read_unless = (
         *(

@@ -81,7 +81,7 @@ class RopeScalingConfig(StrictModel):
 
 
 MAMBA_TAPS = 4
-"""Kernel size of a Mamba layer's convolution, in tokens."""
+"""Kernel size of the convolution of a Mamba layer or a gated delta net, in tokens."""
 MAMBA_NORM_EPSILON = 1e-5
 """Epsilon of the norm after a Mamba layer's scan, independent of layernorm_epsilon."""
 
@@ -96,6 +96,23 @@ _WITH_LATENT_ATTENTION: Mapping[str, object] = {
     "sliding_window": None,
 }
 """Values required with latent attention: its heads have separate sizes, and its latents are normalised."""
+
+_WITH_LINEAR_ATTENTION: Mapping[str, object] = {
+    "qk_layernorm": True,
+    "add_qkv_bias": False,
+    "add_bias_linear": False,
+    "activation_func": "silu",
+    "rope_scaling": None,
+    "kv_lora_rank": None,
+    "hybrid_layer_pattern": None,
+    "moe_layer_freq": None,
+    "mtp_num_layers": None,
+    "softmax_type": "vanilla",
+    "sliding_window": None,
+}
+"""Values required with gated delta nets."""
+ROTATED_SHARE = 0.25
+"""Share of each head that is rotated in attention beside gated delta nets."""
 
 _PATTERN = "hybrid_layer_pattern"
 
@@ -194,19 +211,36 @@ class MambaLayersConfig(StrictModel):
     """Number of head groups; the heads of a group share the weights that read and write their states."""
 
 
+class LinearAttentionConfig(StrictModel):
+    """Linear attention by gated delta nets, as in Qwen3.5; each net has a state per value head."""
+
+    linear_attention_freq: Annotated[Counted, Field(ge=2)] | None = None
+    """Full attention in every layer with a multiple of this number, gated delta nets in the others; null means full
+    attention in all layers. As in Qwen3.5, attention then has an output gate and rotates a quarter of each head, the
+    shared expert has a gate, and norms multiply by 1 plus their weight."""
+    linear_num_key_heads: Size = 16
+    """Number of query and key heads in a gated delta net."""
+    linear_num_value_heads: Size = 32
+    """Number of value heads in a gated delta net."""
+    linear_key_head_dim: Size = 128
+    """Size of each query and key in a gated delta net."""
+    linear_value_head_dim: Size = 128
+    """Size of each value in a gated delta net."""
+
+
 class ExpertsConfig(StrictModel):
     """Mixture of experts: each token passes through a few of a layer's feed-forward experts."""
 
     num_moe_experts: Counted | None = None
-    """Number of experts in each layer with experts; null means a dense model."""
+    """Number of experts in each MoE layer; null means a dense model."""
     moe_layer_freq: IntTuple | None = None
-    """One entry per layer: 1 with experts, 0 without, dense layers first; null means experts in all layers."""
+    """One entry per layer: 0 for a dense layer, then 1 for an MoE layer; null means that all are MoE layers."""
     moe_router_topk: Size = 2
     """Number of experts per token."""
     moe_ffn_hidden_size: Size | None = None
     """Width of each expert; null means ffn_hidden_size."""
     moe_latent_size: Size | None = None
-    """Width of a latent between the hidden state and the experts; null means no latent."""
+    """Width of the latent vector between the hidden state and the experts; null means none."""
     moe_shared_expert_intermediate_size: Size | None = None
     """Width of the shared expert, which processes every token; null means no shared expert."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -231,14 +265,14 @@ class ExpertsConfig(StrictModel):
     """Size of each update to the experts' selection biases."""
 
 
-class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
+class ModelConfig(ExpertsConfig, LinearAttentionConfig, MambaLayersConfig, LatentHeadsConfig):
     """A decoder like Llama or Qwen, or a hybrid of attention, Mamba-2, feed-forward and expert layers.
 
-    With kv_lora_rank, a decoder like DeepSeek's.
+    With kv_lora_rank, a decoder like DeepSeek's; with linear_attention_freq, one like Qwen3.5.
     """
 
     num_layers: Counted
-    """Number of layers; with hybrid_layer_pattern its length, as attention and feed-forward then count separately."""
+    """Number of layers; with hybrid_layer_pattern, its length: attention and feed-forward layers count separately."""
     hybrid_layer_pattern: str | None = None
     """One character per layer: M Mamba-2, * attention, - feed-forward, E experts; null means a plain decoder."""
     hidden_size: Size
@@ -257,7 +291,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     activation_func_clamp_value: PositiveFloat | None = None
     """quick_gelu: upper bound on gates, and bound on gated inputs' absolute values; null means no bounds."""
     vocab_size: Size
-    """Number of embedding rows, at least the tokenizer's number of tokens."""
+    """Number of embedding rows; at least the size of the tokenizer's vocabulary."""
     max_position_embeddings: Size = 2048
     """Maximum sequence length, in tokens."""
     tie_word_embeddings: bool = False
@@ -311,6 +345,28 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             mamba_size=(self.mamba_num_heads or 0) * self.mamba_head_dim,
         )
 
+    def is_linear(self, layer: int) -> bool:
+        """Return true for a layer, counted from 0, with a gated delta net."""
+        return self.linear_attention_freq is not None and (layer + 1) % self.linear_attention_freq != 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the indices of the MoE layers, from 0."""
+        if self.num_moe_experts is None:
+            return ()
+        kinds = self.hybrid_layer_pattern or self.moe_layer_freq or (1,) * self.num_layers
+        return tuple(layer for layer, kind in enumerate(kinds) if kind in (1, EXPERTS))
+
+    @property
+    def route_dtype(self) -> Literal["int8", "int16"]:
+        """Return the smallest number format for experts, and for -1."""
+        return "int8" if (self.num_moe_experts or 0) <= 128 else "int16"
+
+    @property
+    def route_bytes(self) -> int:
+        """Return the size of a token's routes."""
+        return len(self.expert_layers) * self.moe_router_topk * (1 if self.route_dtype == "int8" else 2)
+
     @property
     def load_balancing_loss(self) -> bool:
         """True if the routers add a load-balancing loss."""
@@ -325,6 +381,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         *((key, "num_moe_experts", None) for key in ExpertsConfig.model_fields if key != "num_moe_experts"),
         *((key, "kv_lora_rank", None) for key in LatentHeadsConfig.model_fields if key != "kv_lora_rank"),
         *((key, "hybrid_layer_pattern", None) for key in MambaLayersConfig.model_fields),
+        *((key, "linear_attention_freq", None) for key in [*LinearAttentionConfig.model_fields][1:]),
         *(("activation_func_clamp_value", "activation_func", kind) for kind in ("silu", "squared_relu")),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
@@ -343,8 +400,22 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             for key, plain in (("rotary_base", 10000.0), ("rope_scaling", None))
         ),
         *(
-            either("incompatible", {key: only, "kv_lora_rank": None})
-            for key, only in _WITH_LATENT_ATTENTION.items()
+            either("incompatible", {key: only, kind: None})
+            for kind, required in (
+                ("kv_lora_rank", _WITH_LATENT_ATTENTION),
+                ("linear_attention_freq", _WITH_LINEAR_ATTENTION),
+            )
+            for key, only in required.items()
+        ),
+        Rule(
+            "not-divisible",
+            "linear_num_value_heads",
+            lambda own: (
+                own.linear_attention_freq is not None
+                and own.linear_num_value_heads % own.linear_num_key_heads
+            ),
+            ("linear_num_key_heads",),
+            "make it a multiple",
         ),
         Rule(
             "not-divisible",

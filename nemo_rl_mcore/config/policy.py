@@ -52,6 +52,14 @@ class DynamicBatchingConfig(MicrobatchTokensConfig):
     """Microbatches of samples with similar lengths, up to a token budget, padded to the longest sample."""
 
 
+class RouterReplayConfig(Switched):
+    """Replay of experts: training sends each token of a response to the experts that first processed it.
+
+    Separate engines return each token's experts with their responses; if the ranks generate, the pass for prev_logprobs
+    records them. The reference policy and the critic choose their own.
+    """
+
+
 @dataclass(frozen=True)
 class TokenBudgets:
     """A policy's token budgets, with the path of the section that sets them.
@@ -152,6 +160,8 @@ class PolicyConfig(StartWeightsConfig):
     """Pack several samples into one row."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Microbatches of similar-length samples, sized by tokens."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    """Replay of the experts that were chosen before training."""
     generation: GenerationConfig
     """Generation engine and sampling."""
     call_timeout_s: Seconds = 600.0
@@ -179,6 +189,11 @@ class PolicyConfig(StartWeightsConfig):
             length_round=SEQUENCE_LENGTH_ROUND,
             train_by_rows=section.train_mb_tokens is None,
         )
+
+    @property
+    def engines_return_routes(self) -> bool:
+        """Return True if router replay reads routes of engines, and False if ranks record them."""
+        return self.router_replay.enabled and not self.generation.decodes_on_ranks
 
     @property
     def model_class(self) -> Literal["gpt", "hybrid"]:

@@ -33,11 +33,12 @@ from nemo_rl_mcore.config.base import (
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import TURN_TASKS, DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
+from nemo_rl_mcore.config.generation import LogprobSampling
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig, DistillationLossConfig
 from nemo_rl_mcore.config.megatron import OptimizationConfig, PeftConfig
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.policy import PolicyConfig, Role, StartWeightsConfig
+from nemo_rl_mcore.config.policy import PolicyConfig, Role, RouterReplayConfig, StartWeightsConfig
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
 
 PLAIN = "with the values of the environment"
@@ -165,7 +166,9 @@ class ValueConfig(OptimizationConfig):
         megatron = policy.megatron_cfg.model_copy(update=of_megatron | {"peft": PeftConfig()})
         return ModelPlan(
             "value",
-            policy.model_copy(update={"megatron_cfg": megatron, **own}),
+            policy.model_copy(
+                update={"megatron_cfg": megatron, "router_replay": RouterReplayConfig(), **own}
+            ),
             role=Role.VALUE,
             own_keys={f"policy.megatron_cfg.{key}": f"value.{key}" for key in of_megatron}
             | {f"policy.{key}": f"value.{key}" for key in own},
@@ -402,12 +405,19 @@ class RunConfig(WithReferences):
         return self.group_limits.per_chunk < self.prompts_per_step
 
     @property
-    def logprob_temperature(self) -> float:
-        """Return the divisor of the logits in every pass of the run: policy, reference, teacher, loss.
-
-        For answers sampled by the policy, this is the sampling temperature.
-        """
+    def logprob_temperature(self) -> float | None:
+        """Return the temperature of every pass; None for a policy gradient, which uses that of sampling."""
+        if self.gradient is not None:
+            return None
         return self.policy.generation.temperature if self.generations_per_prompt else 1.0
+
+    @property
+    def logprob_sampling(self) -> LogprobSampling:
+        """Return the distribution of the policy's own log-probabilities."""
+        temperature = self.logprob_temperature
+        return (
+            self.policy.generation.logprob_sampling if temperature is None else LogprobSampling(temperature)
+        )
 
     @property
     def data_parallel_size(self) -> int:

@@ -155,12 +155,14 @@ def _place_rules(source: "SourceConfig") -> "Iterator[Rule[SourceConfig]]":
 
 
 class SourceDefaults(StrictModel):
-    """Texts around prompts, for every source that does not set its own."""
+    """Texts around prompts, and their environment, for every source that does not set its own."""
 
     prompt_file: str | None = None
     """Text file with {} for the prompt, relative to the recipe or the working directory; null adds no text."""
     system_prompt_file: str | None = None
     """Text file put before the prompt, as the system message with data.apply_chat_template; null adds no text."""
+    env_name: str | None = None
+    """Section of `env` that scores the answers to this source's prompts; null if `env` has only one."""
 
 
 class SourceConfig(SourceDefaults):

@@ -116,7 +116,7 @@ class PreferenceSource:
 
 
 _OTHERS = ("0", "1")
-"""Two contents: whatever a message says, one of them begins with another character."""
+"""Two contents, of which at least one begins with a different character than any given message."""
 
 
 def conversation_row(
@@ -214,10 +214,10 @@ def _borders(
 
 
 def _parted(shown: Rendered, borders: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return a text's ids, and the number of ids before each border; borders are in ascending order.
+    """Return a text's ids, and the number of ids before each boundary; boundaries are in ascending order.
 
-    The text is encoded as one, unless a token would cross a border: then the border's two sides are encoded separately,
-    as a prompt and its answer are.
+    The text is encoded as a whole unless a token would cross a boundary; then the two sides are encoded separately, as
+    a prompt and its answer are.
     """
 
     def encoded(start: int, end: int | None = None) -> list[int]:

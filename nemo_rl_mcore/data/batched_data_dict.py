@@ -18,6 +18,10 @@ from nemo_rl_mcore.errors import RefusedError
 EPISODE = "episode_index"
 """int64 [B]: neighbouring rows with equal numbers are one episode; without this column each row is an episode."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Integers [B, S, L, K]: the K experts of each token in each of the L MoE layers; NO_ROUTE if unknown."""
+NO_ROUTE = -1
+
 PadValue = int | float | bool
 Entries = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

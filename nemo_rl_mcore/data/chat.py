@@ -269,7 +269,7 @@ def _behind_answer(
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
-    """Encode the text after an answer, without those ids of the end of the turn that were sampled."""
+    """Encode the text after an answer, without the end-of-turn ids that the model already sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] and whole[0] in tokenizer.ends:
         return whole[1:]  # the template ends a turn only once another one follows

@@ -39,6 +39,8 @@ class Prompt:
     """The text to train on in place of `answer`, such as the steps to it."""
     source: str = ""
     """The source's name, if there are several."""
+    env_name: str = ""
+    """The section of `env` that scores the answers, if there are several."""
     place: str = field(default="", compare=False)
     """File and line, for messages."""
     columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)

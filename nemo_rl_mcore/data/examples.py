@@ -171,7 +171,9 @@ def read_set(
     kept, held_out = list[Prompt](), list[Prompt]()
     # Each repeat has its own indices, which key the sampling noise.
     for index, (row, fraction) in enumerate(once * source.repeat, start=first):
-        (kept if fraction >= share else held_out).append(replace(row, index=index, source=name))
+        (kept if fraction >= share else held_out).append(
+            replace(row, index=index, source=name, env_name=source.env_name or "")
+        )
     scored = held_out + (kept if kind is RowKind.PROMPTS else [])
     unscored = dict.fromkeys(f"{row.place}: {row.unscored}" for row in scored if row.unscored)
     return kept, held_out, [*problems, *_wrong_rows(f"{path}.answer", [*unscored], _UNSCORED)]
@@ -214,7 +216,7 @@ def count_problems(
 def special_token_problems(
     config: RunConfig, parts: Mapping[str, Sequence[Prompt]], tokens: Sequence[str], kind: RowKind
 ) -> Iterator[Problem]:
-    """Yield each part's number of rows with a special token, if the recipe does not say how to read them."""
+    """Yield each part's number of rows with a special token, if the recipe does not set special_tokens_in_content."""
     for path, rows in parts.items() if config.data.special_tokens_in_content is None else ():
         found = [(row.place, token) for row in rows if (token := first_token(row, tokens, kind))]
         if found:

@@ -85,7 +85,10 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
     for key, name in (("policy.model_name", model_name), (KEY, tokenizer)):
         folder = tokenizer_folder(name)
         for file in () if folder is None else (folder / GENERATION, folder / "config.json"):
-            given = read_object(file, key).get(EOS) if file.is_file() else None
+            settings = read_object(file, key) if file.is_file() else {}
+            text = settings.get("text_config")  # of a model that also sees images
+            of_text = cast("dict[str, object]", text).get(EOS) if isinstance(text, dict) else None
+            given = settings.get(EOS, of_text)
             for one in cast("list[object]", given if isinstance(given, list) else [given]):
                 if isinstance(one, int) and not isinstance(one, bool) and one >= 0:
                     found.append(one)
@@ -148,7 +151,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def require_whole_weights(folder: Path) -> None:
-    """Raise ValueError for a weight file that is missing, cut, or lacks a tensor of the index."""
+    """Raise ValueError if a weight file is missing or truncated, or lacks a tensor of the index."""
     file_of = tensor_files(folder)
     held = {path: tensors_of(path) for path in dict.fromkeys(file_of.values())}
     for name, path in file_of.items():

@@ -57,8 +57,16 @@ class RowLimits:
             yield shown
 
     def whole(self, prompt: Prompt, *, sampled: bool) -> Prompt:
-        """Render a prompt; raises ValueError (code row-length) if it is too long. sampled: the policy answers it."""
-        shown = self.rendered(prompt)
+        """Render a prompt; raises ValueError: (code row-length) too long, (code unknown-environment) no such section.
+
+        sampled: the policy answers it.
+        """
+        shown, given = self.rendered(prompt), self.config.env.given
+        if len(given) < 2:
+            shown = replace(shown, env_name="")
+        elif shown.env_name not in given:
+            what = f"env_name {shown.env_name!r} is no section of env; it has {', '.join(given)}"
+            raise RefusedError(what, code="unknown-environment")
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
         more = "has {} characters, more than the {} tokens that are allowed can be: raise"
         if sampled:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 CHAR_PAD = "_"
 _SHOWN = 8
 _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
-"""Characters that some tokenizers drop or do not know, and the length of a trial run of them, in longest tokens."""
+"""Characters that some tokenizers drop or have no token for, and a trial run's length, in longest tokens."""
 
 
 _MARK_ENDS = "\ue001"

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.policy import TokenBudgets
-from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE, NO_ROUTE, ROUTED_EXPERTS, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError
 
@@ -60,13 +60,15 @@ class BatchCheck:
     shard refuse alike; a data-parallel peer, with other rows, may find nothing wrong.
 
     vocab_size, positions: the model's. budgets: tokens per microbatch, and so the most per row; None for microbatches
-    of a fixed number of rows. layers: the part of the model that needs lengths in training, if any.
+    of a fixed number of rows. layers: the part of the model that needs lengths in training, if any. routes: numbers of
+    MoE layers, of experts per token and of experts, for router replay; None without it.
     """
 
     vocab_size: int
     positions: int
     budgets: TokenBudgets | None = None
     layers: str | None = None
+    routes: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
@@ -77,7 +79,10 @@ class BatchCheck:
             "multi-token prediction": model.mtp_num_layers,
         }
         needing = next((name for name, present in layers.items() if present), None)
-        return cls(model.vocab_size, model.shape.longest_sequence, policy.token_budgets, needing)
+        routes = None
+        if policy.router_replay.enabled:
+            routes = len(model.expert_layers), model.moe_router_topk, model.num_moe_experts or 0
+        return cls(model.vocab_size, model.shape.longest_sequence, policy.token_budgets, needing, routes)
 
     def reading(self, data: BatchedDataDict, *, k: int | None = None, trained_only: bool = False) -> None:
         """Check a pass with a value for every token, or only for those in token_mask; k: number of choices."""
@@ -86,6 +91,8 @@ class BatchCheck:
         lengths_B = self._inputs(found, "a pass without a loss", budget=tokens)
         if trained_only:
             _token_mask(found, lengths_B)
+        if ROUTED_EXPERTS in data:
+            self._routes(found)
         if k is not None and not 1 <= k <= self.vocab_size:
             found.note("k", "k", f"{k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
         found.refuse()
@@ -140,6 +147,7 @@ class BatchCheck:
         for column in columns:
             if column.key in data or not column.optional:
                 self._column(found, column, counts)
+        self._routes(found)
         found.refuse()
 
     @property
@@ -181,6 +189,22 @@ class BatchCheck:
                 )
                 found.values("token-budget", "input_lengths", lengths_B, lengths_B > budget[1], allowed)
         return lengths_B
+
+    def _routes(self, found: _Findings) -> None:
+        """Check the routes that the pass replays, if any."""
+        if self.routes is None:
+            return
+        found.sizes["L"], found.sizes["K"], experts = self.routes
+        routes = found.tensor(ROUTED_EXPERTS, "policy.router_replay", "BSLK")
+        if routes is None or not routes.numel():
+            return
+        if routes.is_floating_point():
+            found.note_dtype(ROUTED_EXPERTS, routes, "integers")
+            return
+        lowest_B, highest_B = routes.flatten(1).aminmax(dim=1)
+        allowed = f"experts from 0 to {experts - 1}, or {NO_ROUTE} for tokens to be routed as usual"
+        found.values("experts", ROUTED_EXPERTS, lowest_B, lowest_B < NO_ROUTE, allowed)
+        found.values("experts", ROUTED_EXPERTS, highest_B, highest_B >= experts, allowed)
 
     def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor]) -> None:
         """Check a column's dtype and shape and, given counts, its values at tokens that count."""

@@ -1,1 +1,1 @@
-"""The run's main process, which plans, calls ranks, engines and environments, and records."""
+"""The run's main process, which plans the run, calls ranks, engines and environments, and records the results."""

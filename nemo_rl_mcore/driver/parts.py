@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,13 +45,13 @@ from nemo_rl_mcore.losses import check_losses
 class Parts:
     """A run's parts besides its ranks, opened before they start. config: the recipe, limited to the data set's end.
 
-    ended_by: the paths of the keys that determine this end.
+    environments: by the rows' `env_name`. ended_by: the paths of the keys that determine this end.
     """
 
     config: RunConfig
     tokenizer: Tokenizer
     prompts: PromptSource
-    environment: Environment
+    environments: Mapping[str, Environment]
     ended_by: tuple[str, ...]
     form: EpisodeForm = ONE_ANSWER
 
@@ -81,27 +81,30 @@ def open_parts(config: RunConfig) -> Parts:
                 require_append_only(tokenizer, policy.tokenizer.name)
             observer = make_observer(tokenizer, chat=chat)
             form = EpisodeForm(turns, policy.max_total_sequence_length, policy.reserved_tokens, observer)
-        environment = make_environment(config.env)
-        takes_turns = config.env.endpoint is not None or hasattr(environment, "step")
+        environments = {name: make_environment(section) for name, section in config.env.by_name.items()}
+        custom = next((one for name, one in environments.items() if name in ("", "custom")), None)
+        takes_turns = config.env.endpoint is not None or hasattr(custom, "step")
         if own is not None and turns > 1 and not takes_turns:
             raise ValueError(
                 f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
                 "scores the first answer and has no `step`; set it to 1"
             )
-        if isinstance(environment, RewardFunctions) and not config.data.type:
-            # The kept columns of each source whose prompts are answered; an embedded task has none.
-            sources = config.validation_sources
-            if config.row_kind is RowKind.PROMPTS:
-                sources = config.train_sources | sources
-            columns = {path: source.columns for path, source in sources.items()}
-            require_columns(environment, columns or {"data.train": ()})
+        # The kept columns of each source whose prompts are answered; an embedded task has none.
+        sources = config.validation_sources
+        if config.row_kind is RowKind.PROMPTS:
+            sources = config.train_sources | sources
+        for name, environment in environments.items():
+            if isinstance(environment, RewardFunctions) and not config.data.type:
+                own_rows = {path: one for path, one in sources.items() if name in ("", one.env_name)}
+                columns = {path: source.columns for path, source in own_rows.items()}
+                require_columns(environment, columns or {"data.train": ()})
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
     ended_by: tuple[str, ...] = (f"{config.algorithm}.max_num_steps",)
     if isinstance(prompts, EpochSource):
         steps, ended_by = last_step(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return Parts(with_inputs(config), tokenizer, prompts, environment, ended_by, form)
+    return Parts(with_inputs(config), tokenizer, prompts, environments, ended_by, form)
 
 
 def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
@@ -296,6 +299,7 @@ def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
         scored += source.train if ends else source.train_batch(1, config.prompts_per_step)
     if config.loop.validates:
         scored += source.validation(config.loop.max_val_samples)
+    scored = [prompt for prompt in scored if prompt.env_name in ("", "math")]
     if math.unparsable == "refuse":
         math_environment(math).require_answers(scored)
         return source
@@ -314,8 +318,12 @@ def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
     if not isinstance(source, EpochSource) or zeros:
         return source
     kept = config.row_kind is not RowKind.PROMPTS
+
+    def readable(row: Prompt) -> bool:
+        return row.env_name not in ("", "math") or row.answer not in wrong
+
     return replace(
         source,
-        train=[row for row in source.train if kept or row.answer not in wrong],
-        held_out=[row for row in source.held_out if row.answer not in wrong],
+        train=[row for row in source.train if kept or readable(row)],
+        held_out=[*filter(readable, source.held_out)],
     )

@@ -45,7 +45,12 @@ from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder
 from nemo_rl_mcore.driver.output import count_of, write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, run_stopping, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy, open_place
-from nemo_rl_mcore.driver.rollouts.player import Environments, GenerationInterface, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.player import (
+    Environments,
+    EnvironmentsByName,
+    GenerationInterface,
+    RolloutCollector,
+)
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved
@@ -173,7 +178,7 @@ def _train(
     opened = open_generation(config, tokenizer, policy, cluster, first_prompts, recorder.startup)
     generation = stack.enter_context(opened)
     watch.engine(generation)
-    environments = stack.enter_context(open_environments(config, cluster, parts.environment))
+    environments = stack.enter_context(open_environments(config, cluster, parts.environments))
     collector = stack.enter_context(open_collector(parts, generation, environments))
     scheduler: Scheduler[Any] | None = None
     if config.generations_per_prompt:
@@ -321,16 +326,19 @@ def open_collector(
 
 @contextmanager
 def open_environments(
-    config: RunConfig, cluster: OneProcess | RayCluster, environment: Environment
-) -> Iterator[Environments]:
+    config: RunConfig, cluster: OneProcess | RayCluster, environments: Mapping[str, Environment]
+) -> Iterator[EnvironmentsByName]:
     """Open the environments, in this process or in actors for the block's duration; start them if the run samples."""
-    if not config.env.pool_size:
-        yield LocalEnvironments(environment, config.env.reward_weights)
-        return
-    assert not isinstance(cluster, OneProcess)
-    from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
+    by_name = dict[str, Environments]()
+    with ExitStack() as pools:
+        for name, section in config.env.by_name.items():
+            if not section.pool_size:
+                by_name[name] = LocalEnvironments(environments[name], section.reward_weights)
+                continue
+            assert not isinstance(cluster, OneProcess)
+            from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
 
-    with EnvironmentPool(config.env, cluster) as pool:
-        if config.row_kind is RowKind.PROMPTS:
-            pool.start()
-        yield pool
+            by_name[name] = pool = pools.enter_context(EnvironmentPool(section, cluster))
+            if config.row_kind is RowKind.PROMPTS:
+                pool.start()
+        yield EnvironmentsByName(by_name)

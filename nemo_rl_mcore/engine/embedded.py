@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
@@ -55,6 +57,7 @@ class _Growing:  # a response so far
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     finished: bool = False
+    routes: NDArray[np.integer] | None = None
 
 
 class EmbeddedEngine(Engine):
@@ -66,8 +69,7 @@ class EmbeddedEngine(Engine):
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._policy, self._reread = settings.policy, settings.reread_after_refit
         # Trained with no optimizer, and random weights until the first refit.
-        temperature = settings.policy.generation.temperature
-        options = BackendOptions(0, Role.POLICY, False, temperature, verify_checksums=True)
+        options = BackendOptions(0, Role.POLICY, False, SamplingParams(), verify_checksums=True)
         self._backend = settings.open(settings.policy, options, alone=True)
         self._receiver, self._relay = Receiver(self._backend.device), MessageRelay()
         self._filling: WholeWeightFilling | None = None
@@ -122,6 +124,8 @@ class EmbeddedEngine(Engine):
                     response.logprobs.append(logprob)
                     response.versions.append(self.weights.newest)
                     response.finished = stopped
+                for row, routes in sampled.routes.items():
+                    growing[row].routes = routes.numpy()
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]

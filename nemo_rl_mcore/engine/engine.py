@@ -83,8 +83,9 @@ class Request:
 class Response:
     """A response, by token; finished: it ended by itself, not at the length limit.
 
-    versions: the version of the weights that sampled each token; never decreasing. digest: of the tokens, taken on
-    sampling, see `data.batched_data_dict.digest_of_ids`.
+    versions: the version of the weights that sampled each token; never decreasing. digest: the tokens', taken on
+    sampling, see `data.batched_data_dict.digest_of_ids`. routes: with router replay, the experts [N, L, K] of the
+    prompt's and the response's tokens, without the last, which has not passed through the model.
     """
 
     tokens: list[int]
@@ -92,6 +93,7 @@ class Response:
     finished: bool
     versions: list[int]
     digest: int
+    routes: NDArray[np.integer] | None = None
 
 
 class Engine:
@@ -129,7 +131,7 @@ class Engine:
 class EngineKind:
     """The driver's description of the engines that it places, starts, refits and restarts.
 
-    name: of the kind, for messages. engine: the class of an engine's actor, constructed from `settings`. environment:
+    name: the kind's, for messages. engine: the class of an engine's actor, constructed from `settings`. environment:
     variables of its processes besides those of a rank. engines: their number, unless it follows from their GPUs.
     processes: number per engine, with a GPU each on GPUs. share: the class of the actors on an engine's further
     machines, constructed from the same settings, whose `serve` returns, or raises, once one of their processes has

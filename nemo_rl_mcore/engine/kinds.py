@@ -78,6 +78,9 @@ def vllm_kind(
         enforce_eager=vllm.enforce_eager or on_cpu,
         enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
         tokenizer=str(model_folder) if reads_texts else None,
+        routes=(config.model.expert_layers, config.model.route_dtype)
+        if config.engines_return_routes
+        else None,
         further=further,
     )
     return EngineKind(

@@ -52,7 +52,7 @@ class MessageRelay:
 class Receiver:
     """The receiving side of all transports in one engine process.
 
-    device: of the process's model. group: the group in which the trainer's rank 0 broadcasts, once joined.
+    device: the model's device. group: the group in which the trainer's rank 0 broadcasts, once joined.
     """
 
     device: torch.device

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat, cast
 from nemo_rl_mcore.config.custom_code import custom_code
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.environment.turns import Reply, Turn
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 
 MOST_CHARS = 100_000
@@ -44,7 +44,7 @@ class EnvironmentInterface(Protocol):
         """Reply to the last message of each log; the only state between calls is the metadata.
 
         message_log_batch: messages with `role` and `content`; an answer also has `finished`, true if it ended by
-        itself. metadata: of the previous reply; for the first answer a dict with the prompt's `prompt`, `answer`,
+        itself. metadata: the previous reply's; for the first answer, a dict with the prompt's `prompt`, `answer`,
         `index` and `source`.
         """
         ...
@@ -112,7 +112,7 @@ class LocalEnvironments:
 def replies_of(
     environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float], max_chars: int = MOST_CHARS
 ) -> list[Reply]:
-    """Return the reply to each turn. weights: of rewards by name. max_chars: limit at which an observation is cut.
+    """Return the reply to each turn. weights: the rewards', by name. max_chars: limit at which an observation is cut.
 
     Raises ValueError for a return value without one value per turn, RunStoppedError for a weight of an unknown reward
     and for a reward with an unprintable name, and the environment's own errors.
@@ -218,7 +218,7 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
 def number_each(name: str, given: object, prompts: Sequence[int], *, unscored: bool) -> list[float | None]:
     """Validate the user's rewards, one per answer; prompts: the index of each answer's prompt.
 
-    unscored: a reward may be None. Raises CustomCodeError for anything else. name: of the code, for the message.
+    unscored: a reward may be None. Raises CustomCodeError for anything else. name: the code's name in the message.
     """
     count = len(prompts)
     try:

@@ -11,7 +11,6 @@ from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.custom_code import HANDED, build, custom_code
 from nemo_rl_mcore.config.data import SCORE_WITHIN_S, MathEnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environment.functions import RewardFunctions
 from nemo_rl_mcore.environment.games import (
     ArithmeticEnvironment,
@@ -29,6 +28,7 @@ from nemo_rl_mcore.environment.interface import (
     replies_of,
 )
 from nemo_rl_mcore.environment.mathematics import MathEnvironment
+from nemo_rl_mcore.environment.turns import Reply, Turn
 from nemo_rl_mcore.errors import CustomCodeError
 
 _KEY = "env.custom.type"

@@ -63,10 +63,15 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Model outputs for the tokens of a batch: [B,S-1] fp32, column i for token i+1."""
+    """Model outputs for the tokens of a batch: [B,S-1] fp32, column i for token i+1.
+
+    logprobs and entropy are those of the filtered distribution; logprobs is -inf for tokens outside top_k or top_p.
+    unfiltered: log-probabilities under the whole vocabulary; None without filters.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    unfiltered: Tensor | None = None
 
 
 @dataclass(frozen=True)

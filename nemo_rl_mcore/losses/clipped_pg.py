@@ -35,14 +35,16 @@ from nemo_rl_mcore.losses.kl import ROW_NUMBER, finite_exp, kl_estimate, log_rat
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Tensors [B, S] from which the terms of the loss are computed."""
+    """Tensors [B, S] from which the terms of the loss are computed; unfiltered: current, for the KL penalty."""
 
     current: Tensor
+    unfiltered: Tensor
     previous: Tensor
     generation: Tensor
     advantages: Tensor
     reference: Tensor | None
     entropy: Tensor | None
+    outside: Tensor
     masks: Masks
 
 
@@ -112,7 +114,8 @@ class ClippedPGLossFn(TokenLossFunction):
             compared = "use_on_policy_kl_approximation: true"
         self.own_columns = list[Column]()
         if not (self.cfg.force_on_policy_ratio or own_previous):
-            self.own_columns.append(Column("prev_logprobs", "force_on_policy_ratio: false"))
+            needed_by = "force_on_policy_ratio: false"
+            self.own_columns.append(Column("prev_logprobs", needed_by, ColumnKind.BELOW_INFINITY))
         self.own_columns.append(Column("generation_logprobs", compared))
         self.own_columns.append(Column("advantages", "the policy gradient", ColumnKind.NUMBERS))
         if self.kl_penalty:
@@ -133,14 +136,15 @@ class ClippedPGLossFn(TokenLossFunction):
             surrogate = weights.weights * surrogate
         kl = tokens.current.new_zeros(())  # before its coefficient
         if tokens.reference is not None:
-            sampled = tokens.generation if cfg.use_on_policy_kl_approximation else tokens.current.detach()
+            current = tokens.unfiltered  # as the reference is
+            sampled = tokens.generation if cfg.use_on_policy_kl_approximation else current.detach()
             per_token = kl_estimate(
-                tokens.current,
+                current,
                 tokens.reference,
                 kl_type,
                 input_clamp=cfg.kl_input_clamp_value,
                 output_clamp=cfg.kl_output_clamp_value,
-                weight=finite_exp(tokens.current - sampled),
+                weight=finite_exp(current - sampled),
             )
             kl = masks.reduce(per_token, self.loss_type)
         loss = masks.reduce(surrogate, self.loss_type) + self.kl_penalty * kl
@@ -164,6 +168,8 @@ class ClippedPGLossFn(TokenLossFunction):
                 metrics["is_oob_ratio"] = weights.out_of_bounds
             if tokens.entropy is not None:
                 metrics["entropy"] = masks.token_metric(tokens.entropy)
+            if outputs.unfiltered is not None:
+                metrics["num_tokens_outside_filters"] = MetricSum(tokens.outside.sum(), MetricKind.NONE)
             if self.gives_row_table:
                 numbers = require(data, ROW_NUMBER, "a loss without prev_logprobs").double()
                 rows = sampler_table(tokens.generation, tokens.previous, masks.valid > 0, kl_type)
@@ -178,10 +184,16 @@ class ClippedPGLossFn(TokenLossFunction):
                 f"entropy_coef: {self.cfg.entropy_coef} needs the entropy of the model's outputs"
             )
         given = {column.key: masks.read(data, column.key, column.needed_by) for column in self.own_columns}
+        previous, generation = given.get("prev_logprobs", current.detach()), given["generation_logprobs"]
+        # A token outside the filters then or now has no ratio: as a constant it has no gradient.
+        outside = (current == -torch.inf) | (previous == -torch.inf)
+        unfiltered = current if outputs.unfiltered is None else masks.keep(outputs.unfiltered, "unfiltered")
         return PolicyTokens(
-            current=current,
-            previous=given["prev_logprobs"] if "prev_logprobs" in given else current.detach(),
-            generation=given["generation_logprobs"],
+            current=torch.where(outside, generation, current),
+            unfiltered=unfiltered,
+            previous=torch.where(outside, generation, previous),
+            generation=generation,
+            outside=outside,
             advantages=given["advantages"],
             reference=given.get("reference_policy_logprobs"),
             entropy=None if outputs.entropy is None else masks.keep(outputs.entropy, "entropy"),
@@ -194,8 +206,8 @@ class ClippedPGLossFn(TokenLossFunction):
         REINFORCE: the log-probability stands for the ratio, and nothing is clipped. On policy it is 1, with the
         gradient of c; GSPO's is of the sequence's mean of c - p, repeated on its tokens; else it is exp(c - p).
 
-        Where the surrogate clips it from above, at `upper` or (A < 0) at the dual clip, it is held at what exp can
-        hold: the gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip,
+        Where the surrogate clips it from above, at `upper` or (A < 0) at the dual clip, the ratio is kept
+        finite: the gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip,
         -A * ratio counts however large it is, and an infinite one rightly skips the step.
         """
         cfg, current = self.cfg, tokens.current

@@ -68,14 +68,18 @@ ROW_NUMBER = "row_number"
 COLUMNS = ("tokens", "error", "divergence", "ratio", "ratio_squares", "behaviour_kl", "ratio_max")
 """Sums over the trained tokens of a row, and a maximum.
 
-tokens: count. error: exp|generation - training|. divergence: of training from generation, by the loss's estimator.
-ratio: of the probability in training to that in generation. behaviour_kl: the k3 estimate of their divergence.
+tokens: count. error: exp|generation - training|. divergence: training's from generation, by the loss's estimator.
+ratio: the probability in training over that in generation. behaviour_kl: the k3 estimate of their divergence.
 """
 
 
 def sampler_table(generation: Tensor, training: Tensor, counted: Tensor, kl_type: KLType) -> Tensor:
-    """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S]; positions outside of `counted` are not read."""
-    generated, computed = generation.double(), training.double()
+    """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S]; positions outside of `counted` are not read.
+
+    A token outside training's filters (-inf) counts as agreement, as it does in the loss.
+    """
+    generated = generation.double()
+    computed = torch.where(training == -torch.inf, generated, training.double())
     log_ratio = computed - generated
     ratio = log_ratio.exp()
     summed = (

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import as_yaml
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.models import deepseek_v3, gpt_oss, nemotron_h
+from nemo_rl_mcore.models import deepseek_v3, gpt_oss, nemotron_h, qwen3_5
 from nemo_rl_mcore.models.decoders import DECODERS
 from nemo_rl_mcore.models.family import Family, features_of
 from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, PREDICTION, Outside, Slot, Weight
 
-_ALL = (*DECODERS, deepseek_v3.FAMILY, gpt_oss.FAMILY, nemotron_h.FAMILY)
+_ALL = (*DECODERS, deepseek_v3.FAMILY, gpt_oss.FAMILY, nemotron_h.FAMILY, *qwen3_5.FAMILIES)
 FAMILIES = {family.model_type: family for family in sorted(_ALL, key=lambda one: one.model_type)}
 
 
@@ -42,6 +42,7 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
     Multi-token prediction layers are numbered after all others.
     """
     known = deepseek_v3.LATENT_LAYER if model.kv_lora_rank is not None else LAYER
+    known = qwen3_5.LAYER if model.linear_attention_freq is not None else known
     if (family := _known_family(model)) is not None:
         known = family.layer
     slots = known if layer < model.num_layers else (*PREDICTION, *known)

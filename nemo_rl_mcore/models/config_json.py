@@ -10,6 +10,7 @@ from nemo_rl_mcore.config.model import ROPE_TURNS, ModelConfig, RopeScalingConfi
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models import FAMILIES, family_of
 from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
+from nemo_rl_mcore.models.qwen3_5 import language_part
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -81,6 +82,7 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
 
     Raises ConfigError for an unknown family, unsupported features and missing keys; paths are keys of config.json.
     """
+    config = language_part(config)
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -129,7 +131,8 @@ def _problems_of(family: Family, values: HFConfig) -> Iterator[Problem]:
         if (value := values.get(refusal.key)) not in refusal.allowed:
             what = f"{quoted(value)} {of_model}: {refusal.reason}"
             yield Problem("not-supported", refusal.key, what)
-    kinds = () if family.hybrid or "sliding_window" in family.varied else values.get("layer_types") or ()
+    mixed = family.hybrid or not {"sliding_window", "linear_attention_freq"}.isdisjoint(family.varied)
+    kinds = () if mixed else values.get("layer_types") or ()
     if foreign := sorted({*cast("list[str]", kinds)} - {"full_attention"}):
         what = f"{quoted(foreign)} {of_model}: only full_attention is supported"
         yield Problem("not-supported", "layer_types", what)

@@ -1,4 +1,4 @@
-"""Llama and the families that vary it: Mistral, Qwen 2 and 3 and, with experts in every layer, Mixtral and Qwen 3."""
+"""Llama and the families that vary it: Mistral, Qwen 2 and 3 and, with MoE in every layer, Mixtral and Qwen 3."""
 
 from nemo_rl_mcore.models.family import (
     MLP_BIAS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, Outside, Slot
+from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, Outside, Slot, Stored
 
 HFConfig = Mapping[str, object]
 
@@ -31,7 +31,7 @@ WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not sup
 _FEATURES: Mapping[str, object] = {
     **{"add_qkv_bias": False, "add_bias_linear": False, "qk_layernorm": False, "mtp_num_layers": None},
     **{"softmax_type": "vanilla", "sliding_window": None},
-    **{"activation_func": "silu", "kv_lora_rank": None},
+    **{"activation_func": "silu", "kv_lora_rank": None, "linear_attention_freq": None},
 }
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
@@ -51,13 +51,14 @@ class Family:
     """A `model_type`: the features of its layers, its keys in config.json, and refused values.
 
     fields: values of ModelConfig that all its models share and that differ from a Llama. fields_of_experts: the same
-    for models with experts, in a family that has both kinds. varied: distinguishing fields that may differ among its
+    for MoE models, in a family that also has dense ones. varied: distinguishing fields that may differ among its
     models. fits: returns True for a model that can be written as the family's config.json.
     sizes: further fields of ModelConfig with their keys in config.json. aliases: alternative keys, which take
     precedence if a file has both. defaults: transformers' defaults for missing keys, where they differ from those
     common to all families. complete: function that derives keys from others.
     layer, outside: the weights. predicting: regular expression for skipped tensors of layers that predict further
-    tokens. hybrid: true if its models have a layer pattern, with or without experts.
+    tokens, or of parts for other inputs than text. stored: for files with other names or stacked experts; None if files
+    have the tensors of the table. hybrid: true if its models have a layer pattern, with or without experts.
     read, write: conversions beyond a change of key between config.json and ModelConfig; write also receives the
     original config.json. problems: function that yields problems beyond refusals of single keys.
     """
@@ -75,6 +76,7 @@ class Family:
     hybrid: bool = False
     complete: Callable[[HFConfig], Mapping[str, object]] = lambda _values: {}
     predicting: Callable[[ModelConfig], str] | None = None
+    stored: Stored | None = None
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
     read: Callable[[HFConfig], Mapping[str, object]] = lambda _values: {}

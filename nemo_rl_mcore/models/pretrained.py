@@ -13,6 +13,7 @@ from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
 from nemo_rl_mcore.models.config_json import model_config_from_hf
 from nemo_rl_mcore.models.family import HFConfig
+from nemo_rl_mcore.models.qwen3_5 import language_part
 
 MODEL, TOKENIZER = "policy.model_name", "policy.tokenizer.name"
 
@@ -169,9 +170,9 @@ def read_hf_config(name: str) -> HFConfig | None:
     """Return the config.json for a local folder or a hub id; None for a hub id that is neither cached nor known."""
     folder, known = local_folder(name), known_models().get(name)
     if folder is not None and (folder / "config.json").is_file():
-        return read_object(folder / "config.json", MODEL_NAME)
+        return language_part(read_object(folder / "config.json", MODEL_NAME))
     if known is not None or (folder is None and is_hub_id(name)):  # a cache may hold other files of the model
-        return known
+        return language_part(known) if known else None
     code, what, remedy = "not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id"
     if folder is not None:
         code, what, remedy = "not-readable", f"the folder {str(folder)!r} holds no config.json", ""

@@ -17,13 +17,13 @@ Shapes = tuple[tuple[int, ...], ...]
 class Packing(Enum):
     """Arrangement of a Hugging Face model's tensors in one Megatron parameter.
 
-    ALONE: one tensor is the parameter. GATED: the gate's rows, then the up projection's. QKV: for each query group,
-    its queries, key and value. TRANSPOSED: the parameter's rows are the tensor's columns. INTERLEAVED: as GATED, from
-    a tensor with alternating gate and up columns (or entries).
+    ALONE: one tensor is the parameter. JOINED: the tensors' rows, one tensor after the other. QKV: for each query
+    group, its queries, their gates if attention has an output gate, key and value. TRANSPOSED: the parameter's rows are
+    the tensor's columns. INTERLEAVED: as JOINED, from a tensor with alternating gate and up columns (or entries).
     """
 
     ALONE = auto()
-    GATED = auto()
+    JOINED = auto()
     QKV = auto()
     TRANSPOSED = auto()
     INTERLEAVED = auto()
@@ -33,26 +33,26 @@ class Packing(Enum):
 class Layout:
     """Split of a weight between tensor-parallel ranks along `dimension`; None if each rank has the whole weight.
 
-    sections: sizes of parts along the dimension, each split separately; None for a single part.
+    sections: for each tensor, sizes of parts along the dimension, each split separately; None for a single part.
     """
 
     dimension: int | None
     packing: Packing = Packing.ALONE
-    sections: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    sections: Callable[[ModelConfig], Sequence[Sequence[int]]] | None = None
 
     def cuts(
-        self, shape: Sequence[int], rank: int, ranks: int, model: ModelConfig
+        self, shape: Sequence[int], rank: int, ranks: int, model: ModelConfig, number: int = 0
     ) -> list[tuple[slice, ...]]:
-        """Return a rank's parts of a tensor with that shape, in order along the dimension.
+        """Return a rank's parts of a weight's tensor with this number and shape, in order along the dimension.
 
         If a tensor without sections does not divide evenly, the last ranks hold less.
         """
         whole = [slice(0, length) for length in shape]
         if self.dimension is None:
             return [tuple(whole)]
-        sections = (shape[self.dimension],)
+        sections: Sequence[int] = (shape[self.dimension],)
         if self.sections is not None and ranks > 1:
-            sections = self.sections(model)
+            sections = self.sections(model)[number]
         parts, end = list[tuple[slice, ...]](), 0
         for length in sections:
             first, share, end = end, -(-length // ranks), end + length
@@ -66,7 +66,7 @@ REPLICATED = Layout(None)
 ROWS = Layout(0)
 COLUMNS = Layout(1)
 QKV = Layout(0, Packing.QKV)
-GATED = Layout(0, Packing.GATED)
+GATED = Layout(0, Packing.JOINED)
 TRANSPOSED = Layout(0, Packing.TRANSPOSED)
 INTERLEAVED = Layout(0, Packing.INTERLEAVED)
 
@@ -95,24 +95,45 @@ SIZES: Mapping[str, Callable[[ModelConfig], int]] = {
     # Mamba layers.
     "mamba": lambda model: model.shape.mamba_size,
     "mamba_heads": lambda model: model.mamba_num_heads or 0,
-    "mamba_convolved": lambda model: sum(mamba_convolved(model)),
-    "mamba_projected": lambda model: sum(mamba_projected(model)),
+    "mamba_convolved": lambda model: sum(mamba_convolved(model)[0]),
+    "mamba_projected": lambda model: sum(mamba_projected(model)[0]),
     "mamba_taps": lambda _model: MAMBA_TAPS,
+    # Gated delta nets.
+    "queries_and_gates": lambda model: 2 * model.num_attention_heads * model.shape.head_dim,
+    "linear_heads": lambda model: model.linear_num_value_heads,
+    "linear_head": lambda model: model.linear_value_head_dim,
+    "linear_values": lambda model: model.linear_num_value_heads * model.linear_value_head_dim,
+    "linear_convolved": lambda model: sum(linear_convolved(model)[0]),
 }
 """A model's sizes by their names in the tables of weights."""
 
 
-def mamba_convolved(model: ModelConfig) -> tuple[int, ...]:
+def mamba_convolved(model: ModelConfig) -> Sequence[Sequence[int]]:
     """Return the number of convolved rows for values, keys and queries."""
     keys = model.mamba_num_groups * model.mamba_state_dim
-    return model.shape.mamba_size, keys, keys
+    return ((model.shape.mamba_size, keys, keys),)
 
 
-def mamba_projected(model: ModelConfig) -> tuple[int, ...]:
+def mamba_projected(model: ModelConfig) -> Sequence[Sequence[int]]:
     """Return the number of rows for the gate, the convolved parts and the time steps."""
-    return model.shape.mamba_size, *mamba_convolved(model), model.mamba_num_heads or 0
+    return ((model.shape.mamba_size, *mamba_convolved(model)[0], model.mamba_num_heads or 0),)
 
 
+def linear_convolved(model: ModelConfig) -> Sequence[Sequence[int]]:
+    """Return the number of convolved rows for a gated delta net's queries, keys and values."""
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    return ((keys, keys, model.linear_num_value_heads * model.linear_value_head_dim),)
+
+
+def linear_projected(model: ModelConfig) -> Sequence[Sequence[int]]:
+    """Return the numbers of rows for the convolved parts, the gate, the updates' strengths and the decays."""
+    (convolved,), heads = linear_convolved(model), model.linear_num_value_heads
+    return convolved, (convolved[-1],), (heads,), (heads,)
+
+
+type Stored = Callable[[str, Callable[[], tuple[int, ...]]], Mapping[str, tuple[int | None, slice]]]
+"""From the name of a file's tensor, and a function for its shape, to the names of the tensors in it, each with its
+index in the first dimension and its rows; None if it is the whole tensor."""
 type When = Callable[[ModelConfig], bool]
 type InLayer = Callable[[ModelConfig, int], bool]
 

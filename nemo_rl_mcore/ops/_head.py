@@ -125,7 +125,7 @@ class WeightGradient:
     def autograd_gradient(self, filled: int) -> Tensor | None:
         """Return backward's result for the weight; rows after the first `filled`, which panels cover, are zero.
 
-        For a `main_grad`, tell the data-parallel hook that the gradient is in place. The hook needs some gradient, or
+        For a `main_grad`, mark the gradient as in place for the data-parallel hook. The hook needs some gradient, or
         it would run on another thread; it reads the values only under `zero_out_wgrad` (tied embeddings).
         """
         weight = self._weight

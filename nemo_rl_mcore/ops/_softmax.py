@@ -29,7 +29,7 @@ from nemo_rl_mcore.ops._groups import TokenRows, all_gather_rows
 _LOG2_E = 1 / math.log(2)  # on CPU torch's exp2 is up to four times as fast as its exp
 _CPU_BLOCK = 1 << 18  # elements: 1 MiB of float32
 _DEVICE_BLOCK = 1 << 23  # large enough to make up for a kernel launch
-_NEGLIGIBLE = -1e30  # leaves room for the factor of the logits
+NEGLIGIBLE = -1e30  # leaves room for the factor of the logits
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -136,7 +136,7 @@ def spans(total: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
-def _row_blocks(x_NV: Tensor) -> Iterator[slice]:
+def row_blocks(x_NV: Tensor) -> Iterator[slice]:
     """Yield each block's span of rows."""
     elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
     return spans(x_NV.shape[0], max(1, elements // max(x_NV.shape[1], 1)))
@@ -144,14 +144,14 @@ def _row_blocks(x_NV: Tensor) -> Iterator[slice]:
 
 def _scratch_block(x_NV: Tensor) -> Tensor:
     """Return an uninitialised block [n, V] in the accumulation dtype."""
-    height = next(_row_blocks(x_NV), slice(0, 0)).stop
+    height = next(row_blocks(x_NV), slice(0, 0)).stop
     return x_NV.new_empty(height, x_NV.shape[1], dtype=accumulation_dtype(x_NV.dtype))
 
 
 def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
     """Add a 16-bit matrix to a float32 one."""
     scratch_nV = _scratch_block(out_NV)
-    for rows in _row_blocks(out_NV):
+    for rows in row_blocks(out_NV):
         out_NV[rows].add_(scratch_nV[: rows.stop - rows.start].copy_(term_NV[rows]))
 
 
@@ -194,7 +194,7 @@ def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, sc
     held_N, _, target_logit_N, base2 = _at_targets(logits_NV, target_N, scale)
     stats_FN[1] = torch.where(held_N, target_logit_N, 0.0)
     scratch, power_scratch = _scratch_block(logits_NV), _scratch_block(logits_NV) if with_entropy else None
-    for rows in _row_blocks(logits_NV):
+    for rows in row_blocks(logits_NV):
         work_nV = scratch[: rows.stop - rows.start]
         wide_nV = logits_NV[rows] if logits_NV.dtype == work_nV.dtype else work_nV.copy_(logits_NV[rows])
         max_n = wide_nV.amax(1).double()
@@ -240,7 +240,7 @@ def logits_gradient(
         power_scratch = _scratch_block(logits_NV)
     in_place = out_NV.dtype == wide
     scratch = out_NV if in_place else _scratch_block(logits_NV)
-    for block in _row_blocks(logits_NV):
+    for block in row_blocks(logits_NV):
         work_nV = out_NV[block] if in_place else scratch[: block.stop - block.start]
         wide_nV = logits_NV[block] if logits_NV.dtype == wide else work_nV.copy_(logits_NV[block])
         log2_p_nV = torch.add(-shift_N[block].unsqueeze(1), wide_nV, alpha=base2, out=work_nV)
@@ -268,7 +268,7 @@ def take_out(logits_nv: Tensor, place: tuple[Tensor, Tensor], scale: float) -> t
     finite logit that adds nothing to a sum of real ones.
     """
     taken = logits_nv[place].double() * scale
-    logits_nv[place] = max(torch.finfo(logits_nv.dtype).min, _NEGLIGIBLE)
+    logits_nv[place] = max(torch.finfo(logits_nv.dtype).min, NEGLIGIBLE)
     row_p = place[0].reshape(-1)
     taken_n = row_p.new_zeros(logits_nv.shape[0]).index_add_(0, row_p, torch.ones_like(row_p))
     stats_Fn = slice_statistics(logits_nv, torch.full_like(taken_n, -1), False, scale)

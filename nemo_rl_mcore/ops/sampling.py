@@ -1,11 +1,12 @@
 """Draw tokens from logits, with noise that depends on the sample alone, not on its batch, row or rank.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows or N tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,27 +14,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Logits are divided by the temperature, then cut to top-k (None: all), then to top-p; greedy ignores noise."""
+    """Logits are divided by the temperature, then cut to top-k (None: all), then to top-p; greedy ignores all three."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     greedy: bool = False
 
+    @property
+    def filters(self) -> bool:
+        return not self.greedy and (self.top_k is not None or self.top_p < 1.0)
+
 
 def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw a token per row by inverse transform sampling: (ids int64 [B], log-probabilities fp32 [B]).
 
-    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are the model's at the temperature,
-    without the filters, as in training.
+    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the distribution that
+    is sampled, as in training; greedy: those of the model at the temperature.
     """
-    scaled_BV = at_temperature(logits_BV, params.temperature)
+    scaled_BV = at_temperature(filter_logits(logits_BV.float(), params), params.temperature)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     if params.greedy:
         tokens_B = logprobs_BV.argmax(-1)
     else:
         # In float64 the cumulative distribution of a large vocabulary still ends at one.
-        cumulative_BV = filter_logits(scaled_BV, params).double().softmax(-1).cumsum(-1)
+        cumulative_BV = scaled_BV.double().softmax(-1).cumsum(-1)
         thresholds_B1 = (uniforms_B * cumulative_BV[:, -1]).unsqueeze(1)
         tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(1)
         tokens_B = tokens_B.clamp_(max=logits_BV.shape[1] - 1)
@@ -41,22 +46,49 @@ def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams)
 
 
 def at_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
-    """Return the logits divided by the temperature, fp32."""
-    return logits_BV.float() / temperature
+    """Return the logits divided by the temperature, fp32 (fp64 for fp64)."""
+    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
 
 
-def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
-    """Set tokens outside top-k or top-p to -inf; scaled_BV: logits divided by the temperature."""
-    if params.top_k is not None and params.top_k < scaled_BV.shape[1]:
-        smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
-        scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
-    if params.top_p < 1.0:
-        descending_BV, order_BV = scaled_BV.sort(dim=-1, descending=True)
-        probability_BV = descending_BV.softmax(-1)
-        # A token stays if the tokens before it sum to less than top_p; so the first always stays.
-        dropped_BV = probability_BV.cumsum(-1) - probability_BV >= params.top_p
-        scaled_BV = scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
-    return scaled_BV
+def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """Set tokens outside top-k or top-p to -inf."""
+    if not params.filters:
+        return logits_BV
+    return logits_BV.masked_fill(LeastToken.of(logits_BV, params).excludes(logits_BV), -torch.inf)
+
+
+@dataclass(frozen=True)
+class LeastToken:
+    """Each row's smallest token inside top-k and top-p, by logit and, among equal logits, by id; both [N, 1].
+
+    The mask is vLLM's and NeMo RL's: all tokens whose logits equal the k-th largest stay; of those, in ascending order,
+    tokens go as long as their probabilities sum to at most 1 - p; the largest always stays.
+    """
+
+    logit_N1: Tensor
+    id_N1: Tensor
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, params: SamplingParams) -> Self:
+        ascending_NV, id_NV = logits_NV.sort(dim=-1, stable=True)
+        scaled_NV, vocabulary = at_temperature(ascending_NV, params.temperature), logits_NV.shape[1]
+        if params.top_k is not None and params.top_k < vocabulary:
+            below_NV = ascending_NV < ascending_NV[:, -params.top_k, None]
+            scaled_NV = scaled_NV.masked_fill(below_NV, -torch.inf)
+        dropped_NV = scaled_NV == -torch.inf
+        if params.top_p < 1.0:
+            dropped_NV |= scaled_NV.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        first_N1 = dropped_NV.sum(-1, keepdim=True).clamp(max=vocabulary - 1)
+        return cls(ascending_NV.gather(1, first_N1), id_NV.gather(1, first_N1))
+
+    def at(self, rows: slice) -> Self:
+        return type(self)(self.logit_N1[rows], self.id_N1[rows])
+
+    def excludes(self, logits_NV: Tensor, first_id: int = 0) -> Tensor:
+        """Return bool [N, V], true for tokens that are filtered out; the first column has `first_id`. NaN stays."""
+        id_V = torch.arange(first_id, first_id + logits_NV.shape[1], device=logits_NV.device)
+        tied_NV = (logits_NV == self.logit_N1) & (id_V < self.id_N1)
+        return (logits_NV < self.logit_N1) | tied_NV
 
 
 def sample_keys(

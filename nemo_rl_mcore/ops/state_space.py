@@ -1,6 +1,7 @@
-"""A Mamba-2 layer's two parts that look back along a sequence, in plain torch, for machines without its kernels.
+"""The parts of Mamba-2 and of gated delta nets that look back along a sequence, in plain torch, for lack of kernels.
 
-Source: https://arxiv.org/abs/2405.21060, section 6 (the scan by chunks).
+Sources: https://arxiv.org/abs/2405.21060, section 6 (the chunked scan); https://arxiv.org/abs/2412.06464, section 3
+(gated delta nets).
 
 Shapes: B rows, S sequence, C channels, W taps of the convolution, H heads, P head size, G groups of heads with common
 keys and queries, N state size, Q positions of a chunk.
@@ -8,7 +9,9 @@ keys and queries, N state size, Q positions of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,7 +44,8 @@ class ScanInputs:
     """A scan's inputs per position, float32 or wider: values [B, S, H, P], log_decays [B, S, H], at most 0.
 
     keys, queries: [B, S, G, N], the directions in which values are written and read. samples: int64 [S], each
-    position's sample in a packed row; None for a single sample.
+    position's sample in a packed row; None for a single sample. strengths: [B, S, H] of the delta rule, which writes
+    this share of the difference between a value and the state in its direction; None adds values.
     """
 
     values: Tensor
@@ -49,13 +53,14 @@ class ScanInputs:
     keys: Tensor
     queries: Tensor
     samples: Tensor | None = None
+    strengths: Tensor | None = None
 
 
 def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
     """Return each position's result, [B, S, H, P], and the state [B, H, P, N] after the last one.
 
-    At each position the state decays, adds the value along the key, and is read along the query. A sample starts from
-    zero.
+    At each position the state decays, adds the value along the key (or the delta rule's update), and is read
+    along the query. A sample starts from zero.
     """
     read: list[Tensor] = []
     columns = inputs.values.shape[1]
@@ -64,6 +69,7 @@ def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tens
         chunk = ScanInputs(
             *(x[:, part] for x in (inputs.values, inputs.log_decays, inputs.keys, inputs.queries)),
             samples=None if inputs.samples is None else inputs.samples[part],
+            strengths=None if inputs.strengths is None else inputs.strengths[:, part],
         )
         # A sample that begins with the chunk must not see the previous sample's state.
         goes_on = (
@@ -91,10 +97,17 @@ def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
 
     between = decays_BQH.unsqueeze(2) - decays_BQH.unsqueeze(1)
     between = between.masked_fill(~pairs_QQ[:, :, None], -torch.inf).exp().to(precision)
+    since_first = (decays_BQH.exp() * of_first[:, None]).to(precision)
+    if chunk.strengths is not None:
+        # Each position's update depends on the updates before it: a triangular system.
+        stale = torch.einsum("bqhn,bhpn,bqh->bqhp", keys_BQHN, state_BHPN, since_first)
+        fresh = ((values - stale) * chunk.strengths.unsqueeze(-1)).transpose(1, 2)
+        overlaps = torch.einsum("bqhn,bkhn->bqkh", keys_BQHN, keys_BQHN) * between
+        system = (overlaps * chunk.strengths.unsqueeze(2)).permute(0, 3, 1, 2)
+        solve = cast("Callable[..., Tensor]", torch.linalg.solve_triangular)  # pyright: ignore[reportUnknownMemberType]
+        values = solve(system, fresh, upper=False, unitriangular=True).transpose(1, 2)
     products_BQQH = torch.einsum("bqhn,bkhn->bqkh", queries_BQHN, keys_BQHN) * between
     read = torch.einsum("bqkh,bkhp->bqhp", products_BQQH, values)
-
-    since_first = (decays_BQH.exp() * of_first[:, None]).to(precision)
     read = read + torch.einsum("bqhn,bhpn,bqh->bqhp", queries_BQHN, state_BHPN, since_first)
 
     to_last = ((decays_BQH[:, -1:] - decays_BQH).exp() * of_last[:, None]).to(precision)

@@ -1,4 +1,4 @@
-"""Checksums of checkpoint files, and a thread that writes them in the background."""
+"""Checksums of checkpoint files, and a thread that writes the files in the background."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ Shapes: B rows of this rank's shard, S sequence length, K ids per token, T new t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -29,13 +29,13 @@ class BackendOptions:
     """Options for a policy's model besides its config.
 
     seed: for random initialisation and dropout. trained: allocate gradient buffers, an optimizer and a schedule.
-    temperature: divides the logits in every log-probability.
+    sampling: the temperature of every log-probability, and the filters of the policy's own.
     """
 
     seed: int
     role: Role
     trained: bool
-    temperature: float
+    sampling: SamplingParams
     verify_checksums: bool
 
 
@@ -97,13 +97,15 @@ class GeneratedRows:
 class SampledTokens:
     """The next token of each unfinished response in a batch, on the CPU; rows have the numbers that `add` gave them.
 
-    stopped: bool [N], true if the token met a stop condition and is the last one.
+    stopped: bool [N], true if the token met a stop condition and is the last one. routes: if they are kept, those of
+    each row that has ended, without the last token's: [tokens, L, K].
     """
 
     rows_N: Tensor
     tokens_N: Tensor
     logprobs_N: Tensor
     stopped_N: Tensor
+    routes: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 def open_backend(policy: PolicyConfig, options: BackendOptions, *, alone: bool = False) -> Any:

@@ -31,7 +31,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 class StepTotals:
     """One step's sums over all data-parallel ranks: counts of valid sequences and tokens, metrics already divided.
 
-    moe_metrics, mtp_metrics: losses of the model's own layers. row_table: of this rank's rows only, see `LossSums`.
+    moe_metrics, mtp_metrics: losses of the model's own layers. row_table: this rank's rows only, see `LossSums`.
     """
 
     valid_seqs: float

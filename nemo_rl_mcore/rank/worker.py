@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config.generation import LogprobSampling
+from nemo_rl_mcore.config.policy import RouterReplayConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.errors import RefusedError
@@ -72,11 +75,11 @@ class MegatronPolicyWorker:
 
     Args:
         config: the policy section, as a `PolicyConfig` or an equivalent mapping.
-        seed: of the random initialisation and of dropout.
+        seed: for the random initialisation and dropout.
         init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
         temperature: divides the logits in every log-probability, including those of the reference policy and of losses;
-            None is generation.temperature, at which the policy's responses are sampled.
+            None is generation.temperature, with top_p and top_k for the policy's own log-probabilities.
         trained: False builds neither gradient buffers nor an optimizer; calls that need them are then ValueErrors.
         verify_checksums: verify the files of every checkpoint before it is loaded.
         backend: opens the model; the default is the framework that is enabled in the config.
@@ -97,12 +100,16 @@ class MegatronPolicyWorker:
     ) -> None:
         self.role = Role(role)
         self.policy = checked_policy(config, only_read=not trained)
+        if self.role is Role.VALUE:  # its experts are not the policy's
+            self.policy = self.policy.model_copy(update={"router_replay": RouterReplayConfig()})
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None
         self._writing: BackgroundWrite | None = None
-        temperature = self.policy.generation.temperature if temperature is None else temperature
-        options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
+        sampling = self.policy.generation.logprob_sampling
+        if temperature is not None:
+            sampling = LogprobSampling(temperature)
+        options = BackendOptions(seed, self.role, trained, SamplingParams(*sampling), verify_checksums)
         self.backend = backend(self.policy, options)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
@@ -125,25 +132,31 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
+        A token outside the filters has -inf.
         data: input_ids [B, S], input_lengths [B]. trained_only: compute only tokens marked by token_mask [B, S]; others
-        are 0. require_router_replay: True is refused, since experts are chosen anew in every pass.
+        are 0. With policy.router_replay the pass replays routed_experts [B, S, L, K]; without that column it also
+        returns it, with the experts that it chose. require_router_replay: refuse a pass without routes to replay.
         """
         with self.backend.called_together("get_logprobs"):
-            if require_router_replay:
+            replays = self.policy.router_replay.enabled
+            if require_router_replay and not (replays and ROUTED_EXPERTS in data):
                 raise RefusedError(
-                    "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
-                    "those that an engine chose; allowed: False",
+                    "get_logprobs(require_router_replay=True) needs policy.router_replay.enabled: true and the column "
+                    f"{ROUTED_EXPERTS}; allowed here: False",
                     code="no-router-replay",
                 )
             self._check.reading(data, trained_only=trained_only)
             self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
+        if replays and ROUTED_EXPERTS not in data:
+            found, routes = self.backend.logprobs_and_routes(data, rows, trained_only=trained_only)
+            return BatchedDataDict({"logprobs": found, ROUTED_EXPERTS: routes})
         return BatchedDataDict(logprobs=self.backend.logprobs(data, rows, trained_only=trained_only))
 
     def get_reference_policy_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
     ) -> BatchedDataDict:
-        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the initial weights of the run."""
+        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the run's initial weights, unfiltered."""
         if not self._has_reference:
             raise RefusedError(
                 "this worker has no reference policy: it was built with init_reference_model=False",
@@ -207,14 +220,14 @@ class MegatronPolicyWorker:
             ),
             max_new_tokens=sampling.max_new_tokens,
             stops=stops,
-            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
+            sampling=SamplingParams(*sampling.logprob_sampling, greedy),
             batch_size=policy.generation_batch_size,
             longest=policy.max_total_sequence_length if policy.generation.fit_to_sequence else None,
         )
         return BatchedDataDict(vars(self.backend.generate(request)))
 
     def _keep_on_device(self, parts: OnDevice) -> None:
-        """If policy.offload is set, move these parts to the device and all others off it; not in an open step."""
+        """If policy.offload is set and no step is open, move these parts to the device and all others off it."""
         if self.policy.offload != "none" and self.train_step.phase is Phase.IDLE:
             self.backend.keep_on_device(parts)
 
@@ -292,7 +305,7 @@ class MegatronPolicyWorker:
         Returns loss = global_loss and grad_norm (fp32 [steps]); all_mb_metrics (a list per metric, including lr, wd,
         global_valid_seqs and global_valid_toks); metric_kinds (rules that combine metrics of steps); update_successful;
         skip_reasons (None for an applied step); elapsed = train_elapsed_seconds; and of this rank: rank, model_dtype,
-        peak_memory_gib and, on a GPU, gpu_name. Means over the steps: moe_metrics of a model with experts (the
+        peak_memory_gib and, on a GPU, gpu_name. Means over the steps: moe_metrics of an MoE model (the
         load-balancing loss before its coefficient), mtp_metrics of one with prediction layers (cross-entropy of each).
         """
         self._require_trained("finish_train_step")
@@ -365,7 +378,7 @@ class MegatronPolicyWorker:
     def export_hf(self, folder: str, origin: str | None = None, adapters: bool = False) -> None:
         """Write the weights to a new Hugging Face folder; `origin`: the model that training started from.
 
-        adapters: write only these, in the format of the library peft; otherwise they are merged into the weights.
+        adapters: write only these, in the peft library's format; otherwise they are merged into the weights.
         """
         with self.backend.called_together("export_hf"):
             self._keep_on_device(OnDevice.WEIGHTS)

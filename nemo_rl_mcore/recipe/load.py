@@ -87,7 +87,7 @@ def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
 def check(read: Computed, migrated: Tree | None = None) -> tuple[RunConfig, tuple[Problem, ...]]:
     """Validate a recipe, and return the configuration and warnings; raises ConfigError.
 
-    migrated: the tree of a recipe of NeMo RL after its migration; None refuses such a recipe.
+    migrated: the tree of a NeMo RL recipe after its migration; None refuses such a recipe.
     """
     if migrated is None:
         file = next(reversed(read.recipe.files), None)

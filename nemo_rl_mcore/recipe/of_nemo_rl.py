@@ -1,4 +1,4 @@
-"""Recognise a recipe of NeMo RL by keys that are valid there and in none of our recipes."""
+"""Recognise a NeMo RL recipe by keys that are valid there and in none of our recipes."""
 
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]) -> Problem | None:
-    """Return a single problem for a recipe of NeMo RL; None for any other recipe.
+    """Return a single problem for a NeMo RL recipe; None for any other recipe.
 
     file: the recipe's file, if any. overridden: keys set on the command line.
     """

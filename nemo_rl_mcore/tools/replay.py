@@ -31,14 +31,13 @@ from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Timeline, read_events
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.player import EnvironmentsByName, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import digest_of_group, load_groups, versions_of
 from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroups, Step
 from nemo_rl_mcore.driver.rollouts.start import KEPT_GROUPS, draw_of
 from nemo_rl_mcore.driver.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS, concatenate_batches
 from nemo_rl_mcore.driver.run import algorithm_of, fetch_weights, start_model
 from nemo_rl_mcore.driver.signals import exit_status
-from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 
 
@@ -328,7 +327,7 @@ def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps
         EmbeddedGeneration(policy, stop_ids_of(config, parts.tokenizer)),
         parts.tokenizer,
         config.max_prompt_length,
-        LocalEnvironments(parts.environment),
+        EnvironmentsByName({}),
         form=parts.form,
     )
     path, replayed = run / METRICS_FILE, ReplayedSteps(timeline, steps, run / KEPT_GROUPS)

@@ -61,7 +61,6 @@ class Chance:
         self._random = {beside: random.Random(f"{self.seed} {beside}") for beside in (False, True)}
 
     def draw(self, point: str, actions: tuple[str, ...]) -> str:
-        """One of the actions, or empty."""
         drawn = self._random[point == "respond"]
         happens, action = drawn.random() < self.rate, drawn.choice(actions)
         if not happens or len(self.struck) >= self.most:
@@ -394,7 +393,6 @@ def _without_weights(config):
 
 
 def start(root: Path, config, chance: Chance, lives: count) -> None:
-    """One start of the command, to its end or to what ends it."""
     journals, parts = root / "journals", open_parts(config)
     checkpoints = open_checkpoints(config, lambda line: None)
     if checkpoints.nothing_left:
@@ -408,7 +406,7 @@ def start(root: Path, config, chance: Chance, lives: count) -> None:
         if config.asynchronous:
             engine = FakeEngines(journals, trainer, chance, next(lives))
             stack.callback(engine.close)
-        environments = LocalEnvironments(parts.environment)
+        environments = LocalEnvironments(parts.environments[""])
         collector = RolloutCollector(engine, parts.tokenizer, config.max_prompt_length, environments)
         step, saved = checkpoints.resumed_step or 0, read_saved(config, checkpoints.start)
         opened = open_rollouts(config, engine, parts.prompts, collector, step, saved, checkpoints.extra_parts)

@@ -53,7 +53,6 @@ class Kind:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a step."""
         return self.passes * self.optimizer_steps
 
 
@@ -108,7 +107,6 @@ class Recipe:
 
     @property
     def how(self) -> str:
-        """For a person."""
         name = {"ppo": "PPO, ", "dpo": "online DPO, ", "distillation": "distillation, "}.get(
             self.algorithm, ""
         )
@@ -172,7 +170,6 @@ class Recipe:
         return {step: [*islice(used, GROUPS)] for step in range(1, self.steps + 1)}
 
     def expected(self, unused: Collection[int] = (), **keys) -> Expected:
-        """What a run is to train; keys: of `Expected`."""
         kind = self.kind
         return Expected(
             self.prompts(unused),
@@ -190,11 +187,10 @@ class Recipe:
 
 
 def note_start(journals: Path) -> None:
-    """Of a command, for those who read the journals."""
     (journals / f"started_{len([*journals.glob('started_*')])}").write_text(str(time.time()))
 
 
-class JournaledRun:
+class JournaledRun(grpo_run.Run):
     """Starts when it is made; `close` ends whatever is left of it."""
 
     def __init__(
@@ -204,7 +200,7 @@ class JournaledRun:
         faults: Iterable[Fault] = (),
         machines: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, self.watch = folder, ProcessWatch()
+        self.folder, self.watch, self.log_dir = folder, ProcessWatch(), folder / "log"
         self.journals, self.saved = folder / "journals", folder / "saved"
         self.journals.mkdir(parents=True, exist_ok=True)
         (self.journals / "plan.json").write_text(json.dumps([asdict(fault) for fault in faults]))
@@ -213,7 +209,7 @@ class JournaledRun:
         command = (
             *(sys.executable, str(HERE / "journaled_run.py"), recipe.algorithm),
             *("--config", str(ROOT / "examples/configs" / recipe.kind.recipe)),
-            *(f"logger.log_dir={folder / 'log'}", f"checkpointing.checkpoint_dir={self.saved}"),
+            *(f"logger.log_dir={self.log_dir}", f"checkpointing.checkpoint_dir={self.saved}"),
             *recipe.overrides,
         )
         with (folder / "output").open("a") as output:
@@ -237,7 +233,6 @@ class JournaledRun:
             self.said.append((time.time(), line.rstrip("\n")))
 
     def end(self, within_s: float) -> int | None:
-        """Its exit status; None when it does not end in time."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -246,13 +241,11 @@ class JournaledRun:
         return status
 
     def left(self) -> list[str]:
-        """What of it runs on, some seconds after its end."""
         if self.watch.all_gone(within_s=GONE_S):
             return []
         return [" ".join(title.split())[:80] for title in self.watch.alive().values()]
 
     def struck(self) -> list[dict]:
-        """Where and when the faults were, in the order of their times."""
         found = []
         for marker in self.journals.glob("struck_*"):
             found.append(json.loads(marker.read_text()))
@@ -263,26 +256,14 @@ class JournaledRun:
 
     def unused(self) -> list[int]:
         """Positions of groups that no step trains on, as often as the log has them."""
-        lines = (self.folder / "log" / "groups.jsonl").read_text().splitlines()
+        lines = (self.log_dir / "groups.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         return [event["position"] for event in events if event["kind"] == "unused"]
 
-    def steps(self) -> list[dict]:
-        path = self.folder / "log" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
     def strike(self, who: str, pid: int) -> None:
-        """Kill a process that keeps no journal, and note when."""
         marker = json.dumps({"time": time.time(), "pid": pid, "who": who})
         os.kill(pid, signal.SIGKILL)
         (self.journals / f"struck_{who}").write_text(marker)
-
-    def wait_for_step(self, step: int, within_s: float = 120) -> None:
-        deadline = time.monotonic() + within_s
-        while len(self.steps()) < step:
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, f"no step {step} within {within_s} s"
-            time.sleep(0.05)
 
     def close(self) -> None:
         self.watch.kill_all()
@@ -294,10 +275,7 @@ class JournaledRun:
 
 @contextmanager
 def a_run(
-    recipe: Recipe,
-    *faults: Fault,
-    folder: Path | None = None,
-    machines: Mapping[str, str] | None = None,
+    recipe: Recipe, *faults: Fault, folder: Path | None = None, machines: Mapping[str, str] | None = None
 ) -> Iterator[JournaledRun]:
     """A run in a folder, of its own unless one is given, which goes with it then.
 

@@ -38,8 +38,8 @@ class Fault:
     comes first.
 
     point: a method, before it does anything; a method with `:end`, once it is done and before it answers; or a place
-    inside one: `get_topk_logits` and `forward`, `optimizer`, `save` and `write`, of a part of a checkpoint, of ranks,
-    `decoding` of engines.
+    inside one: `start`, `get_topk_logits` and `forward`, `optimizer`, `save` and `write`, of a part of a checkpoint, of
+    ranks, `decoding` of engines.
     nth: at which passage, counted by each process. seconds: of `slow`; of `kill`, how much later.
     """
 
@@ -152,6 +152,7 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
         model = Role(role).value if trained else "teacher"
         prefix = "" if model == "policy" else f"{model}_"
         self.journal = Journal(f"{prefix}rank_{os.environ['RANK']}")
+        self.journal.pass_by("start")
         super().__init__(*args, role=role, trained=trained, **kwargs)
         for method, point, before in (
             ("forward_backward", "forward", True),

@@ -35,7 +35,7 @@ from raylets import Raylets  # noqa: E402
 
 DETECTED_S = 2.0
 BETWEEN_CALLS_S = 15.0
-"""A step's answers, and what a call takes to tell."""
+"""A step's answers, or a start, and what a call takes to tell."""
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
 AGENTS = tuple(Recipe(age, agents=True, steps=9) for age in (None, 0, 1))
@@ -46,7 +46,6 @@ BACKGROUND = (
 )
 STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
-JOINED_S = 60.0
 TWO_MACHINES = Recipe(None, machines=2)
 
 
@@ -54,7 +53,8 @@ TWO_MACHINES = Recipe(None, machines=2)
 class Row:
     """faults: strike from inside. strike: from outside. machine: strikes the second of two. within_s: until it is told.
 
-    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again.
+    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again. says:
+    a pattern that the command must tell, besides the name.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Row:
     within_s: float = DETECTED_S
     again: bool = False
     redoes: bool = False
+    says: str = ""
 
 
 @dataclass
@@ -129,6 +130,12 @@ STOPPED_S = CALL_S + 6
 
 
 def rows() -> Iterator[Row]:
+    starting, name = of_rank("start", "kill", nth=1), f"rank killed while it starts, {SYNC.how}"
+    yield Row(name, SYNC, starting, within_s=BETWEEN_CALLS_S, again=True)
+    hanging = (Fault("rank_1", "forward", 7, "slow", seconds=3600.0),)
+    ends, stacks = replace(SYNC, restarts=0), r"time\.sleep\(self\.seconds\)"
+    told_s = BETWEEN_CALLS_S + CALL_S
+    yield Row(f"rank hanging, {SYNC.how}", ends, hanging, within_s=told_s, again=True, says=stacks)
     for recipe in (SYNC, AGE_0, AGE_1):
         how = recipe.how
         yield Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill"), redoes=True)
@@ -246,6 +253,8 @@ def _see_how_it_was_told(row: Row, run: JournaledRun, found: Found) -> None:
             found.wrong.append(f"told is {found.told!r}")
         if found.detected_s > row.within_s:
             found.wrong.append(f"told after {found.detected_s:.1f} s of {row.within_s:g}")
+        if not re.search(row.says, run.text()):
+            found.wrong.append(f"does not say {row.says!r}")
     elif struck[0]["who"] != "driver":
         found.wrong.append("nothing was told")
     if row.again:

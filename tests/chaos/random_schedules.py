@@ -60,7 +60,6 @@ def fake_run(
     *,
     background: bool = False,
 ) -> tuple[list[str], str]:
-    """See `fake_schedule`; age, chunk, algorithm, order and background: see `fake_trainer.recipe`."""
     config, kind = recipe(folder, age, chunk, algorithm, order, background=background), KINDS[algorithm]
     (folder / "journals").mkdir()
     (folder / "log").mkdir()
@@ -99,7 +98,6 @@ def fake_run(
 
 
 def real_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
-    """As `fake_schedule`, of a run over real ranks and, where it is asynchronous, real engines."""
     drawn = random.Random(seed)
     real = replace(drawn.choice((SYNC, AGE_0, AGE_1, STREAMED, *OTHERS)), restarts=6, engine_restarts=6)
     faults = [_real_fault(drawn, real) for _ in range(drawn.randint(1, 3))]

@@ -9,23 +9,31 @@ pytestmark = pytest.mark.exhaustive  # of the judge itself
 
 PROMPTS = {1: [5, 6], 2: [7, 8], 3: [5, 9]}
 SAMPLES = 2
+RANKS = ("rank_0", "rank_1")
 
 
 class Script:
-    """Two ranks that do a run together, and one engine; a test has them do something wrong."""
+    """Two ranks that do a run together, and one engine, which has answered all where it is beside them."""
 
-    def __init__(self, folder, asynchronous):
-        self.folder, self.asynchronous, self.clock = folder, asynchronous, 0
+    def __init__(self, folder, *, beside=True):
+        self.folder, self.beside, self.clock = folder, beside, 1
         self.pids = {"rank_0": 100, "rank_1": 101, "engine": 200}
+        (folder / "started_1").write_text("1")
+        self.new_ranks()
+        if beside:
+            self.refit(0)
+            for position in range(6):
+                self.answer(position)
 
-        self.start_command()
+    def do(self, steps):
+        """Steps of "a method with positional arguments and key=value", apart by "; "."""
+        for step in steps.split("; "):
+            name, *given = step.split()
+            places = [int(one) if one.isdigit() else one for one in given if "=" not in one]
+            getattr(self, name)(*places, **dict(one.split("=") for one in given if "=" in one))
 
-    def start_command(self):
-        self.clock += 1
-        (self.folder / f"started_{self.clock}").write_text(str(self.clock))
-
-    def write(self, who, call, at="end", *, answered=True, **facts):
-        if call == "train" and answered:
+    def write(self, who, call, at="end", **facts):
+        if call == "train":
             self.write(who, "generate", rows=[row for _, _, row in facts["rows"]])
         self.clock += 1
         pid = self.pids[who]
@@ -34,236 +42,123 @@ class Script:
             file.write(f"{json.dumps(line)}\n")
 
     def on_ranks(self, call, at="end", **facts):
-        for who in ("rank_0", "rank_1"):
+        for who in RANKS:
             self.write(who, call, at, **facts)
 
-    def start(self):
-        self.on_ranks("start", weights="w0")
+    def rows(self, step, samples, how="whole"):
+        found = [[prompt, sample, f"row {step} {prompt}"] for prompt in PROMPTS[step] for sample in samples]
+        strange = [[*row[:2], "from nowhere"] for row in found]
+        return {"whole": found, "short": found[:1], "twice": found * 2, "strange": strange}[how]
 
-    def rows(self, step, samples):
-        return [[prompt, sample, f"row {step} {prompt}"] for prompt in PROMPTS[step] for sample in samples]
-
-    def answer(self, position, attempt=1, at="end", rows=None, sent="w0", asked=None):
+    def answer(self, position, attempt=1, at="end", rows=""):
         step, place = divmod(position, 2)
-        facts = {"ticket": f"group {position}, attempt 0.{attempt}", "asked": asked or f"asked {position}"}
+        facts = {"ticket": f"group {position}, attempt 0.{attempt}", "asked": f"asked {position}"}
         self.write("engine", "generate", "begin", **facts)
-        rows = [f"row {step + 1} {PROMPTS[step + 1][place]}"] * SAMPLES if rows is None else rows
+        answered = rows.split(",") if rows else [f"row {step + 1} {PROMPTS[step + 1][place]}"] * SAMPLES
         if at:
-            self.write("engine", "generate", at, **facts, rows=rows, versions=f"by {step}")
+            self.write("engine", "generate", at, **facts, rows=answered, versions=f"by {step}")
 
-    def train(self, step, *, weights=None, before=None, shift=0, finish=True, ranks=("rank_0", "rank_1")):
-        weights, before = weights or f"w{step}", before or f"w{step - 1}"
-        for number, who in enumerate(("rank_0", "rank_1")):
-            rows = self.rows(step, [(number + shift) % 2])
-            if not self.asynchronous:
-                self.write(who, "train", rows=rows, weights=weights)
+    def train(self, step, weights="", before="", finish="rank_0,rank_1", rows="whole"):
+        """finish: the ranks that do; weights: after it, of each rank where they are two."""
+        after = (weights or f"w{step}").split(",")
+        for number, who in enumerate(RANKS):
+            given, found = self.rows(step, [number], rows), after[number % len(after)]
+            if not self.beside:
+                self.write(who, "train", rows=given, weights=found)
                 continue
-            self.write(who, "begin_train_step", "begin", step=step, weights=before)
-            self.write(who, "begin_train_step", step=step, weights=before)
-            self.write(who, "train_microbatch", rows=rows)
-            if finish and who in ranks:
-                self.write(who, "finish_train_step", weights=weights)
+            for at in ("begin", "end"):
+                self.write(who, "begin_train_step", at, step=step, weights=before or f"w{step - 1}")
+            self.write(who, "train_microbatch", rows=given)
+            if who in finish.split(","):
+                self.write(who, "finish_train_step", weights=found)
 
-    def refit(self, version, sent=None):
+    def fail_a_chunk_and_finish(self, step):
+        self.train(step, finish="")
+        self.on_ranks("train_microbatch", "raised", rows=[])
+        self.on_ranks("finish_train_step", weights=f"w{step}")
+
+    def refit(self, version, sent=""):
         self.write("engine", "finish_refit", version=version, sent=sent or f"sent {version}")
 
-    def save(self, step, weights=None):
+    def save(self, step, weights=""):
         self.on_ranks("save_checkpoint", step=step, weights=weights or f"w{step}")
 
-    def die(self, *who):
-        for one in who:
-            self.struck(one)
-            self.pids[one] += 1000
-
-    def struck(self, who):
+    def strike(self, who):
         marker = {"time": self.clock + 0.5, "pid": self.pids[who], "who": who}
         (self.folder / f"struck_{len([*self.folder.glob('struck_*')])}").write_text(json.dumps(marker))
 
-    def new_ranks(self, load=None, weights=None, first="w0"):
+    def die(self, *who):
+        for one in who or RANKS:
+            self.strike(one)
+            self.pids[one] += 1000
+
+    def new_ranks(self, load=None, weights="", first="w0"):
         self.on_ranks("start", weights=first)
         if load is not None:
             self.on_ranks("load_checkpoint", step=load, weights=weights or f"w{load}")
 
     def problems(self, **keys):
-        return broken(self.folder, Expected(PROMPTS, SAMPLES, 2, self.asynchronous, **keys))
+        return broken(self.folder, Expected(PROMPTS, SAMPLES, 2, self.beside, **keys))
 
 
-@pytest.fixture
-def beside(tmp_path):
-    """Answers are all there, of an asynchronous run whose ranks have just started."""
-    script = Script(tmp_path, asynchronous=True)
-    script.start()
-    script.refit(0)
-    for position in range(6):
-        script.answer(position)
-    return script
-
-
-@pytest.fixture
-def turns(tmp_path):
-    script = Script(tmp_path, asynchronous=False)
-    script.start()
-    return script
-
-
-def train_all(script, steps=(1, 2, 3)):
-    for step in steps:
-        script.train(step)
-
-
-@pytest.mark.parametrize("which", ["beside", "turns"])
-def test_a_run_that_redoes_what_no_checkpoint_holds_is_right(which, request):
-    script = request.getfixturevalue(which)
-    train_all(script, (1,))
-    script.save(1)
-    train_all(script, (2, 3))
-    script.die("rank_0", "rank_1")
-    script.new_ranks(load=1)
-    train_all(script, (2, 3))
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_run_that_redoes_what_no_checkpoint_holds_is_right(beside, tmp_path):
+    script = Script(tmp_path, beside=beside)
+    script.do("train 1; save 1; train 2; train 3; die; new_ranks 1; train 2; train 3")
     assert script.problems() == []
 
 
-def fail_a_chunk(script):
-    script.train(1)
-    script.train(2, finish=False)
-    script.on_ranks("train_microbatch", "raised", rows=[])
+LAST = "train 2; train 3"
+WHOLE = f"train 1; {LAST}"
 
 
-def finish_after_a_failed_chunk(script):
-    fail_a_chunk(script)
-    script.on_ranks("finish_train_step", weights="w2")
-
-
-def load_what_is_not_what_was_saved(script):
-    script.train(1)
-    script.save(1)
-    script.train(2)
-    script.die("rank_0", "rank_1")
-    script.new_ranks(load=1, weights="w2")
-
-
-def save_under_another_number(script):
-    script.train(1)
-    script.save(2, weights="w1")
-    script.new_ranks(load=1)
-
-
-def hold_different_weights(script):
-    for who, weights in (("rank_0", "w1"), ("rank_1", "others")):
-        script.write(who, "begin_train_step", step=1, weights="w0")
-        script.write(who, "train_microbatch", rows=script.rows(1, [int(who[-1])]))
-        script.write(who, "finish_train_step", weights=weights)
-
-
-def redo_without_a_row(script):
-    train_all(script, (1, 2))
-    script.die("rank_0", "rank_1")
-    script.new_ranks()
-    script.rows = lambda step, samples: Script.rows(script, step, samples)[:1]
-    script.train(1)
-    del script.rows
-    train_all(script, (2, 3))
-
-
-def redo_to_other_weights(script):
-    train_all(script, (1, 2))
-    script.die("rank_0", "rank_1")
-    script.new_ranks()
-    script.train(1, weights="others")
-    script.train(2, before="others")
-    script.train(3)
-
-
-def train_rows_twice(script):
-    script.rows = lambda step, samples: [*Script.rows(script, step, samples)] * 2
-    script.train(1)
-    del script.rows
-    train_all(script, (2, 3))
-
-
-def train_what_nobody_answered(script):
-    script.rows = lambda step, samples: [
-        [*row[:2], "from nowhere"] for row in Script.rows(script, step, samples)
-    ]
-    train_all(script)
-
-
-# What is done, what is told of it, and whether the run came to its end.
-WRONG = {
-    "a step is left out": (lambda s: train_all(s, (1, 3)), "is trained after step 1", True),
-    "a step is done twice": (lambda s: train_all(s, (1, 1, 2, 3)), "step 1 is trained after step 1", True),
-    "the end is missing": (lambda s: train_all(s, (1, 2)), "have [2] steps behind them, of 3", True),
-    "weights come from nowhere": (
-        lambda s: (s.train(1), s.train(2, before="others"), s.train(3)),
-        "that no step and no checkpoint gave",
-        True,
-    ),
-    "a rank missed a step": (
-        lambda s: (train_all(s, (1, 2)), s.train(3, ranks=("rank_0",))),
-        "have [2, 3] steps",
-        True,
-    ),
-    "begun over an open one": (
-        lambda s: (s.train(1, finish=False), train_all(s)),
-        "while step 1 is open",
-        True,
-    ),
-    "a failed chunk": (finish_after_a_failed_chunk, "was not aborted", False),
-    "loaded": (load_what_is_not_what_was_saved, "other weights after loading step 1", False),
-    "saved as another": (save_under_another_number, "saves as step 2 what is step 1", False),
-    "never saved": (save_under_another_number, "loads step 1, which it never saved whole", False),
-    "different weights": (hold_different_weights, "different weights after step 1", False),
-    "redone without a row": (redo_without_a_row, "step 1 was done again with other rows", True),
-    "redone to other weights": (redo_to_other_weights, "gave other weights", True),
-    "rows twice": (train_rows_twice, "trained 4 rows that are not its own, or twice", True),
-    "rows from nowhere": (train_what_nobody_answered, "trained 2 rows that nobody answered", True),
-    "begun elsewhere": (
-        lambda s: (s.die("rank_0", "rank_1"), s.new_ranks(first="others")),
-        "begins with other weights",
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_history_is_told(beside, name):
-    go, told, finished = WRONG[name]
-    go(beside)
-    problems = beside.problems(finished=finished)
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ("train 1; train 3", "is trained after step 1"),
+        (f"train 1; {WHOLE}", "step 1 is trained after step 1"),
+        ("train 1; train 2", "have [2] steps behind them, of 3"),
+        ("train 1; train 2 before=others; train 3", "that no step and no checkpoint gave"),
+        ("train 1; train 2; train 3 finish=rank_0", "have [2, 3] steps"),
+        (f"train 1 finish=; {WHOLE}", "while step 1 is open"),
+        ("train 1; fail_a_chunk_and_finish 2", "was not aborted"),
+        ("train 1; save 1; train 2; die; new_ranks 1 weights=w2", "other weights after loading step 1"),
+        ("train 1; save 2 weights=w1", "saves as step 2 what is step 1"),
+        ("train 1; save 2 weights=w1; new_ranks 1", "loads step 1, which it never saved whole"),
+        ("train 1 weights=w1,others", "different weights after step 1"),
+        (
+            f"train 1; train 2; die; new_ranks; train 1 rows=short; {LAST}",
+            "step 1 was done again with other rows",
+        ),
+        (
+            "train 1; train 2; die; new_ranks; train 1 weights=others; train 2 before=others; train 3",
+            "gave other weights",
+        ),
+        (f"train 1 rows=twice; {LAST}", "trained 4 rows that are not its own, or twice"),
+        (f"train 1 rows=strange; {LAST}", "trained 2 rows that nobody answered"),
+        ("die; new_ranks first=others", "begins with other weights"),
+        (f"answer 5 attempt=2 at=; {WHOLE}", "on an engine that nothing had happened to"),
+        (f"answer 5 attempt=2; {WHOLE}", "group 5 was answered 2 times"),
+        (f"answer 5; {WHOLE}", "group 5, attempt 0.1 was asked 2 times"),
+        (f"strike engine; answer 5 attempt=2 rows=a,b; {WHOLE}", "answered twice, differently"),
+        (f"refit 2; refit 1; {WHOLE}", "went back to older weights"),
+        (f"answer 7 rows=row,row; {WHOLE}", "never: [7]"),
+        (f"die engine; refit 0 sent=others; {WHOLE}", "version 0 names 2"),
+    ],
+)
+def test_what_is_wrong_is_told(tmp_path, steps, told):
+    script = Script(tmp_path)
+    script.do(steps)
+    problems = script.problems()
     assert any(told in one for one in problems), problems
 
 
-ANSWERS = {
-    "given up on a living engine": (
-        lambda s: s.answer(5, attempt=2, at=""),
-        "on an engine that nothing had happened to",
-    ),
-    "answered in vain": (lambda s: s.answer(5, attempt=2), "group 5 was answered 2 times"),
-    "asked under one ticket": (lambda s: s.answer(5), "group 5, attempt 0.1 was asked 2 times"),
-    "answered differently": (
-        lambda s: (s.struck("engine"), s.answer(5, attempt=2, rows=["a", "b"])),
-        "answered twice, differently",
-    ),
-    "older weights": (lambda s: (s.refit(2), s.refit(1)), "went back to older weights"),
-    "a group too many": (lambda s: s.answer(7, rows=["row"] * 2), "never: [7]"),
-    "another version 0": (lambda s: (s.die("engine"), s.refit(0, sent="others")), "version 0 names 2"),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_wrong_answers_are_told(beside, name):
-    go, told = ANSWERS[name]
-    go(beside)
-    train_all(beside)
-    assert any(told in one for one in beside.problems()), beside.problems()
-
-
-def twice(script, steps=(1, 2, 3), leave_out=None):
-    """Two models that are trained twice on the rows of a step."""
-    for who in ("rank_0", "rank_1", "value_rank_0", "value_rank_1"):
+def twice(script, leave_out=None):
+    """Two models that are trained twice on the rows of each step."""
+    for who in (*RANKS, "value_rank_0", "value_rank_1"):
         script.pids.setdefault(who, len(script.pids) + 300)
         script.write(who, "start", weights="w0")
-        for step in steps:
+        for step in PROMPTS:
             rows = script.rows(step, [int(who[-1])])
             for again in (1, 2):
                 short = (who, step, again) == leave_out
@@ -271,18 +166,14 @@ def twice(script, steps=(1, 2, 3), leave_out=None):
             script.write(who, "save_checkpoint", step=step, weights=f"w{step} 2")
 
 
-TWO = {"passes": 2, "models": ("policy", "value")}
-
-
 @pytest.mark.parametrize(("who", "model"), [("rank_0", "policy"), ("value_rank_1", "value")])
 def test_each_model_trains_each_pass_over_a_step_once(who, model, tmp_path):
-    script = Script(tmp_path, asynchronous=False)
+    script, two = Script(tmp_path, beside=False), {"passes": 2, "models": ("policy", "value")}
     twice(script)
-    assert script.problems(**TWO) == []
+    assert script.problems(**two) == []
     assert any("not 2 of each" in one for one in script.problems(passes=2))
     (tmp_path / "short").mkdir()
-    script = Script(tmp_path / "short", asynchronous=False)
+    script = Script(tmp_path / "short", beside=False)
     twice(script, leave_out=(who, 2, 2))
-    assert script.problems(**TWO) == [
-        f"{model}: step 4 trained 0 rows that are not its own, or twice, and left out 1"
-    ]
+    left_out = "step 4 trained 0 rows that are not its own, or twice, and left out 1"
+    assert script.problems(**two) == [f"{model}: {left_out}"]

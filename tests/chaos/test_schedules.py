@@ -27,32 +27,23 @@ WHOLE, STREAMED = ("train", 0, None), ("finish_train_step", 0, 1)
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("algorithm", "age", "chunk", "point", "nth", "again"),
     [
-        (("train", None, None), "synchronous"),
-        (WHOLE, "K = 0, chunks of 3"),
-        (STREAMED, "K = 0, chunks of 1"),
+        ("grpo", None, None, "train", 6, 2),
+        ("grpo", 0, None, "train", 6, 2),
+        ("grpo", 0, 1, "finish_train_step", 6, 2),
+        ("dpo", 1, None, "train", 6, 2),
+        ("distillation", 0, None, "train", 6, 2),
+        ("distillation", 1, None, "get_topk_logits", 6, 2),
+        ("ppo", None, None, "train", 21, 4),  # the critic, in its first pass of step 6; each step has two
+        ("ppo", 0, None, "train", 22, 5),  # the policy, after it
+        ("ppo", 1, None, "train", 24, 6),  # in its last
     ],
 )
-def test_a_death_between_checkpoints_has_two_steps_done_again(how, told, tmp_path):
-    point, age, chunk = how
-    problems, line = fake_run(tmp_path, OneDeath(point, 6), age, chunk)
-    assert (problems, line) == ([], f"{told}: 1 faults, 2 steps again, 1 starts")
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "age", "point", "nth", "again"),
-    [
-        ("dpo", 1, "train", 6, 2),
-        ("distillation", 0, "train", 6, 2),
-        ("distillation", 1, "get_topk_logits", 6, 2),
-        ("ppo", None, "train", 21, 4),  # the critic, in its first pass of step 6; each step has two
-        ("ppo", 0, "train", 22, 5),  # the policy, after it
-        ("ppo", 1, "train", 24, 6),  # in its last
-    ],
-)
-def test_a_death_of_any_model_has_each_pass_done_once(algorithm, age, point, nth, again, tmp_path):
-    problems, line = fake_run(tmp_path, OneDeath(point, nth), age, None, algorithm)
+def test_a_death_has_what_no_checkpoint_holds_done_once_more(
+    algorithm, age, chunk, point, nth, again, tmp_path
+):
+    problems, line = fake_run(tmp_path, OneDeath(point, nth), age, chunk, algorithm)
     assert not problems, line
     assert f"1 faults, {again} steps again, 1 starts" in line
 

@@ -324,10 +324,15 @@ def an_export_holds_the_present_weights(make, folder):
 
 
 def a_model_without_optimizer_reads_and_is_not_trained(make, folder):
-    batch = tiny.grpo_batch()
-    wanted = make().get_logprobs(data=batch)["logprobs"]
-    worker = make(trained=False)
-    assert torch.equal(worker.get_logprobs(data=batch)["logprobs"], wanted)
+    batch, asked = tiny.grpo_batch(), {"data": prompts(), "step": 3, "stop_ids": [1]}
+    trained, worker = make(), make(trained=False)
+    assert same(weights(worker), weights(trained))
+    for call in (
+        lambda one: one.get_logprobs(data=batch),
+        lambda one: one.get_topk_logits(data=batch, k=5),
+        lambda one: one.generate(**asked),
+    ):
+        assert same(call(worker), call(trained))
     assert refuses(ValueError, lambda: worker.train(batch, tiny.grpo_loss()))
     assert refuses(ValueError, lambda: worker.begin_train_step(tiny.grpo_loss()))
     assert refuses(ValueError, lambda: worker.save_checkpoint(str(folder / "frozen")))

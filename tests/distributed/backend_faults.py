@@ -103,11 +103,7 @@ FAULTS = (
     ("answers_are_drawn_from_the_policy", "generate", noise_of_the_generator),
     ("answers_are_drawn_from_the_policy", "generate", never_stopped),
     ("an_export_holds_the_present_weights", "full_tensors", weights_of_the_start),
-    (
-        "a_model_without_optimizer_reads_and_is_not_trained",
-        "trained",
-        property(lambda self: True, nothing),
-    ),
+    ("a_model_without_optimizer_reads_and_is_not_trained", "trained", property(lambda self: True, nothing)),
     ("what_leaves_the_device_comes_back_as_it_was", "keep_on_device", forgets_momentum),
     ("values_are_of_states_before_real_tokens", "values", values_of_padding),
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -42,12 +46,7 @@ _STRETCHED = {
 }
 # Of eight rotations the first stays, the last four are slow, and those between are mixed.
 _YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 # Latents narrower than what is made of them, heads of three sizes, and two groups of experts of four.
 _LATENT = {
     "head_dim": 8,  # of the rotated part
@@ -95,16 +94,31 @@ _GPT_OSS = {
     "swiglu_limit": 1.5,
     "rope_parameters": {**_YARN, "truncate": False},
 }
+# A full-attention layer that is not the last, key heads that value heads share, sizes of heads that differ and are odd.
+_DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 5,
+    "initializer_range": 0.1,  # with more the rounding of transformers in fp32 is above the tolerances
+}
+_QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
 """With those of a start the states of Mamba layers would hold little, and forget it at once."""
+_SLOW = {"A_log": -3.0}
+"""The same for gated delta nets."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3-8192": ("Llama", {"rope_parameters": _STRETCHED, "max_position_embeddings": 65536}),
-    "llama3-32": (
-        "Llama",
-        {"rope_parameters": {**_STRETCHED, "original_max_position_embeddings": 32}},
-    ),
+    "llama3-32": ("Llama", {"rope_parameters": {**_STRETCHED, "original_max_position_embeddings": 32}}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -164,6 +178,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_nextn_predict_layers": 1,
         },
     ),
+    "qwen3.5": ("Qwen3_5", _DELTA_NETS),
+    "qwen3.5-tied": ("Qwen3_5", {**_DELTA_NETS, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**_DELTA_NETS, **_QWEN_EXPERTS}),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 
@@ -172,13 +189,15 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Save the model; every weight is drawn, norms and biases too."""
     family, keys = MODELS[name]
     torch.manual_seed(sum(name.encode()))
-    config = getattr(transformers, f"{family}Config")(**_SIZES | keys)
+    kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
+    config = getattr(transformers, kind)(**_SIZES | keys)
     with _empty_tensors():
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1 or key.endswith("_bias"):
-                parameter.add_(0.3 * torch.randn_like(parameter) + SHIFTED.get(key.rsplit(".", 1)[-1], 0.0))
+                shifted = _SLOW if family.startswith("Qwen3_5") else SHIFTED
+                parameter.add_(0.3 * torch.randn_like(parameter) + shifted.get(key.rsplit(".", 1)[-1], 0.0))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
@@ -209,10 +228,14 @@ def logprobs(folder: Path, input_ids: np.ndarray, input_lengths: np.ndarray) -> 
     return found.numpy()
 
 
+_PLAIN = re.compile(r"^model\.(?!language_model\.)")
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that the folder holds."""
+    """Every tensor that the folder holds, by the names that vLLM accepts too."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
     return {
-        name: tensor
+        _PLAIN.sub("model.language_model.", name) if kind.startswith("qwen3_5") else name: tensor
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
@@ -227,8 +250,9 @@ def set_in_config(folder: Path, **values: object) -> None:
 def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients."""
     model = _float64(folder)
-    found, loss = _loss(model, batch)
-    loss.backward()
+    with _without_float32(model):
+        found, loss = _loss(model, batch)
+        loss.backward()
     # A file has the tensors of experts one by one, as weights are exchanged; the model holds them together.
     for parameter in model.parameters():
         parameter.data = parameter.grad
@@ -245,7 +269,8 @@ def stepped_in_float64(
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
     for batch in batches:
         optimizer.zero_grad()
-        _loss(model, batch)[1].backward()
+        with _without_float32(model):
+            _loss(model, batch)[1].backward()
         optimizer.step()
     model.save_pretrained(folder / "stepped")
     return {name: tensor.numpy() for name, tensor in tensors(folder / "stepped").items()}
@@ -262,6 +287,20 @@ def _float64(folder: Path) -> Any:
             attn_implementation="eager" if sinks else "sdpa",
             experts_implementation="eager",
         )
+
+
+@contextmanager
+def _without_float32(model: Any) -> Iterator[None]:
+    """Have a gated delta net's code, which names float32 for norms and the rule, compute in float64 there."""
+    module = sys.modules[type(model).__module__]
+    if "qwen3_5" not in module.__name__:
+        yield
+        return
+    double = types.SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch", double)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,10 @@ def policy_of(folder, megatron, **policy):
     return PolicyConfig.model_validate(fill_from_model_name(sections | policy)[0])
 
 
+def data_of(batch):
+    return BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+
+
 def loaded_logprobs(folder, megatron, ids, lengths, **policy):
     worker = tiny.worker(policy_of(folder, megatron, **policy))
     data = tiny.BatchedDataDict(input_ids=torch.from_numpy(ids), input_lengths=torch.from_numpy(lengths))
@@ -104,18 +108,12 @@ def load_after_a_change(folder):
     tiny.worker(policy)
 
 
-def exported_without_a_family(model):
-    for _ in full_tensors_of(tiny.worker(tiny.policy_config(model=model))):
-        raise AssertionError("nothing may be sent")
-
-
 def stepped(folder, megatron, sections, batches, adam):
     """The weights as Hugging Face's tensors after a step of AdamW on each batch."""
     optimizer = {"optimizer": {"weight_decay": 0.0} | adam}
     worker = tiny.worker(policy_of(folder, megatron | optimizer, max_grad_norm=0.0, **sections))
     for batch in batches:
-        data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
-        worker.train(tiny.shard(data), NLLLossFn())
+        worker.train(tiny.shard(data_of(batch)), NLLLossFn())
     return {name: tensor.numpy().copy() for name, tensor in full_tensors_of(worker)}
 
 
@@ -124,7 +122,7 @@ def trained_on(folder, megatron, sections, batch):
     # Every rank keeps all reduced gradients, and none is clipped.
     plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
     worker = tiny.worker(policy_of(folder, megatron | plain, max_grad_norm=0.0, **sections))
-    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+    data = data_of(batch)
     said = worker.get_logprobs(data=data)["logprobs"].numpy()
     step = worker.train(tiny.shard(data), NLLLossFn())
     # Gradients are laid out as the weights are.
@@ -138,5 +136,4 @@ def trained_on(folder, megatron, sections, batch):
 def gradient_norm(folder, megatron, batch):
     """The norm of the gradients of a batch's mean negative log-likelihood, as the step tells it."""
     worker = tiny.worker(policy_of(folder, megatron))
-    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
-    return float(worker.train(tiny.shard(data), NLLLossFn())["grad_norm"])
+    return float(worker.train(tiny.shard(data_of(batch)), NLLLossFn())["grad_norm"])

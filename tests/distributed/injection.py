@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
-
-from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 
 class InjectedError(RuntimeError):
@@ -23,7 +19,7 @@ class Point:
     when: str
     nth: int = 1
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.call}, {self.when}"
 
 
@@ -61,15 +57,15 @@ IN_OPTIMIZER = (Point("optimizer_step", "before"), Point("optimizer_step", "afte
 
 
 @contextmanager
-def failing(worker: MegatronPolicyWorker, point: Point | None) -> Iterator[None]:
+def failing(worker, point):
     """Inside, the worker's backend raises InjectedError at the point; with None it does not."""
     if point is None:
         yield
         return
     backend, calls = worker.backend, 0
-    original: Callable[..., Any] = getattr(backend, point.call)
+    original = getattr(backend, point.call)
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         nonlocal calls
         calls += 1
         return _fail(worker, original, point, args) if calls == point.nth else original(*args)
@@ -81,9 +77,7 @@ def failing(worker: MegatronPolicyWorker, point: Point | None) -> Iterator[None]
         delattr(backend, point.call)
 
 
-def _fail(
-    worker: MegatronPolicyWorker, original: Callable[..., Any], point: Point, args: tuple[Any, ...]
-) -> Any:
+def _fail(worker, original, point, args):
     match point.when:
         case "before":
             raise InjectedError(str(point))
@@ -109,18 +103,18 @@ def _fail(
 
 
 @contextmanager
-def _fails_on_leaving(original: Callable[..., Any], point: Point) -> Iterator[None]:
+def _fails_on_leaving(original, point):
     with original():
         yield
     raise InjectedError(str(point))
 
 
 @contextmanager
-def _no_end_of_finalize(point: Point) -> Iterator[None]:
+def _no_end_of_finalize(point):
     """Raise where Megatron's own finalising begins: an overlapped reduction is in flight by then."""
     from nemo_rl_mcore.rank.megatron import train_backend
 
-    def raises(*_args: Any, **_options: Any) -> None:
+    def raises(*_args, **_options):
         raise InjectedError(str(point))
 
     with patch.object(train_backend, "finalize_model_grads", raises):
@@ -128,7 +122,7 @@ def _no_end_of_finalize(point: Point) -> Iterator[None]:
 
 
 @contextmanager
-def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[None]:
+def _second_microbatch(worker, point):
     """Raise at the forward pass that follows the first backward pass; for one or two pipeline stages."""
     # Imported by the ranks only: the process of pytest has no Megatron.
     from megatron.core import parallel_state
@@ -136,7 +130,7 @@ def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[N
     ahead = 0 if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 1
     passes = 0
 
-    def count(*_args: Any) -> None:
+    def count(*_args):
         nonlocal passes
         passes += 1
         if passes == 2 + ahead:
@@ -150,11 +144,11 @@ def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[N
 
 
 @contextmanager
-def _second_backward_pass(worker: MegatronPolicyWorker, point: Point) -> Iterator[None]:
+def _second_backward_pass(worker, point):
     """Raise where the second backward pass reaches the first layer: the gradients of the layers above are added."""
     passes = 0
 
-    def count(_gradient: Any) -> None:
+    def count(_gradient):
         nonlocal passes
         passes += 1
         if passes == 2:

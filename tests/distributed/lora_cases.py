@@ -4,7 +4,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import hf_weight_cases as cases
+import tiny
 import torch
+from hf_weight_cases import data_of
+
+from nemo_rl_mcore.losses import NLLLossFn
 
 PEFT = {"enabled": True, "dim": 4, "alpha": 6.0, "lora_B_init_method": "normal"}
 EVERY_LINEAR = {"target_modules": ("*.linear_*",)}
@@ -12,8 +16,6 @@ ADAM = {"lr": 5e-3, "weight_decay": 0.1, "adam_eps": 1e-3}
 
 
 def worker_of(folder, megatron, peft, **policy):
-    import tiny
-
     keys = {"optimizer": ADAM | {"use_distributed_optimizer": False}, "peft": PEFT | peft} | megatron
     return tiny.worker(cases.policy_of(folder, keys, **{"max_grad_norm": 0.0} | policy))
 
@@ -27,22 +29,12 @@ def adapters_of(worker):
     }
 
 
-def data_of(batch):
-    from nemo_rl_mcore.data import BatchedDataDict
-
-    return BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
-
-
 def start_of(folder, peft):
     return adapters_of(worker_of(folder, {}, peft))
 
 
 def trained(folder, megatron, peft, batches, policy):
     """Adapters at the start and the end; of the first batch log-probabilities, and gradients with their norm."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
     worker = worker_of(folder, megatron, peft, **(policy or {}))
     start, base = adapters_of(worker), base_of(worker)
     said = worker.get_logprobs(data=data_of(batches[0]))["logprobs"].numpy()
@@ -99,10 +91,6 @@ def copies_differ(worker):
 
 def split_and_aborted(folder, megatron, position, batch):
     """Whether a split step is `train` bit for bit, and an aborted one leaves no trace."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
     peft = {"dropout": 0.3, "dropout_position": position}
     keys = {"train_micro_batch_size": 1}
     worker = worker_of(folder, megatron, peft, **keys)
@@ -133,9 +121,6 @@ def split_and_aborted(folder, megatron, position, batch):
 
 def reference(folder, megatron, batch):
     """Log-probabilities of the base, of a trained model's reference, and after an error within it; and the policy's."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
     from nemo_rl_mcore.rank.megatron.lora import adapters_off
 
     data = data_of(batch)
@@ -153,21 +138,6 @@ def reference(folder, megatron, batch):
         raise RuntimeError("on purpose")
     again = worker.get_logprobs(data=data)["logprobs"]
     return torch.equal(base, found), torch.equal(policy, again), bool((policy - base).abs().max() > 1e-3)
-
-
-def forgets_the_reduction(folder, megatron, batch):
-    """Names of replicated parameters whose copies differ after a step without the sum of their gradients."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
-    worker = worker_of(folder, megatron, {})
-    for chunk in worker.backend.chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".lora." in name:
-                parameter.sequence_parallel = False
-    worker.train(tiny.shard(data_of(batch)), NLLLossFn())
-    return copies_differ(worker)
 
 
 def held(folder, megatron, peft):
@@ -194,10 +164,6 @@ def held(folder, megatron, peft):
 
 def saved(folder, megatron, peft, batches, output, policy=None):
     """Train on all but the last batch, save, then a step on the last: the adapters after either."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
     worker = worker_of(folder, megatron, peft, **(policy or {}))
     *first, last = batches
     for batch in first:
@@ -209,9 +175,6 @@ def saved(folder, megatron, peft, batches, output, policy=None):
 
 
 def resumed(folder, megatron, peft, batch, output, policy=None):
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
 
     worker = worker_of(folder, megatron, peft, **(policy or {}))
     worker.load_checkpoint(output)
@@ -222,9 +185,6 @@ def resumed(folder, megatron, peft, batch, output, policy=None):
 
 def exported(folder, megatron, peft, batch, output):
     """A folder of peft and one of merged weights after a step; log-probabilities of the batch, and digests."""
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
     from nemo_rl_mcore.rank.megatron.hf_weights.adapters import save_adapters
 
     worker = worker_of(folder, megatron, peft)
@@ -232,10 +192,6 @@ def exported(folder, megatron, peft, batch, output):
     save_adapters(worker.backend.chunks, worker.policy, Path(output) / "adapter", origin=str(folder))
     worker.export_hf(str(Path(output) / "merged"))
     return worker.get_logprobs(data=data_of(batch))["logprobs"].numpy(), adapters_of(worker)
-
-
-def started_from(folder, megatron, peft):
-    return adapters_of(worker_of(folder, megatron, peft))
 
 
 def logprobs_after(folder, megatron, batch, output):
@@ -246,14 +202,12 @@ def logprobs_after(folder, megatron, batch, output):
 
 def logprobs_of(checkpoint, model, peft, batch):
     """Of a frozen model that is opened by a checkpoint alone."""
-    import tiny
-
-    policy = {"init_checkpoint": checkpoint, "model_name": None, "model": model}
-    sections = {"tokenizer": {"name": "char"}, "max_total_sequence_length": cases.LENGTH}
-    sections |= {"train_global_batch_size": 4, "train_micro_batch_size": 2}
-    sections |= {"generation": {"max_new_tokens": 4, "temperature": 1.0}}
-    config = tiny.PolicyConfig.model_validate(
-        sections | policy | {"megatron_cfg": {"optimizer": ADAM, "peft": PEFT | peft}}
-    )
+    sections = {
+        "init_checkpoint": checkpoint, "model": model, "tokenizer": {"name": "char"},
+        "train_global_batch_size": 4, "train_micro_batch_size": 2, "max_total_sequence_length": cases.LENGTH,
+        "generation": {"max_new_tokens": 4, "temperature": 1.0},
+        "megatron_cfg": {"optimizer": ADAM, "peft": PEFT | peft},
+    }  # fmt: skip
+    config = tiny.PolicyConfig.model_validate(sections)
     worker = tiny.worker(config, trained=False)
     return worker.get_logprobs(data=data_of(batch))["logprobs"].numpy()

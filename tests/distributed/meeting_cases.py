@@ -102,6 +102,23 @@ REFUSED = (
     ),
     *(
         Refusal(
+            {"filters": True, "fused": fused},
+            "incompatible",
+            FUSED,
+            "the fused path never has all logits of a token",
+            ("policy.generation.top_k",),
+        )
+        for fused in ("fused", "fused allowed")
+    ),
+    Refusal(
+        {"filters": True, "algorithm": "distillation with rewards"},
+        "not-supported",
+        "loss_fn.rl_weight",
+        "the student's log-probabilities are of the whole vocabulary",
+        ("policy.generation.top_p",),
+    ),
+    *(
+        Refusal(
             {"algorithm": name, "kl": False},
             "not-allowed",
             "dpo.reference_policy_kl_penalty",
@@ -217,8 +234,7 @@ def selection(strength: int) -> list[Case]:
     # Ranks of one layout keep their groups from one combination to the next. Refused ones come last: a value is new in
     # one that runs, see tests/thinning.py.
     return sorted(
-        chosen,
-        key=lambda case: (refusal_of(case) is not None, LAYOUTS[case["layout"]][0], case["layout"]),
+        chosen, key=lambda case: (refusal_of(case) is not None, LAYOUTS[case["layout"]][0], case["layout"])
     )
 
 

@@ -42,22 +42,14 @@ class Algorithm:
 
 
 SWITCHES: dict[str, dict[str, Overrides]] = {
-    "dpo": {
-        "dpo offline": {
-            "dpo.num_generations_per_prompt": None,
-            "dpo.sft_loss_weight": 0.5,
-        }
-    },
+    "dpo": {"dpo offline": {"dpo.num_generations_per_prompt": None, "dpo.sft_loss_weight": 0.5}},
     "distillation": {
         "distillation off policy": {
             "distillation.on_policy": False,
             "distillation.num_prompts_per_step": 16,
             "distillation.num_generations_per_prompt": 1,
         },
-        "distillation with rewards": {
-            "loss_fn.rl_weight": 0.5,
-            f"loss_fn.rl.{KL}": 0.0,
-        },
+        "distillation with rewards": {"loss_fn.rl_weight": 0.5, f"loss_fn.rl.{KL}": 0.0},
     },
 }
 """By the algorithm of the exemplar: what its keys make of it besides."""
@@ -170,9 +162,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "recomputed": ("nothing", "full", "selective"),
     "adapters": (False, True),
+    "filters": (False, True),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
-MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player", "model", "adapters")
+MATHEMATICS = (
+    "algorithm",
+    "temperature",
+    "kl",
+    "updates",
+    "correction",
+    "player",
+    "model",
+    "adapters",
+    "filters",
+)
 
 
 def plain_sibling(case: Case) -> Case:
@@ -207,6 +210,7 @@ def name_of(case: Case) -> str:
         "model": f"{case['model']} model",
         "recomputed": f"{case['recomputed']} recomputed",
         "adapters": "adapters" if case["adapters"] else "all weights",
+        "filters": "filtered" if case["filters"] else "all tokens",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -308,6 +312,8 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         FUSED_PACKED: case["fused"] == "fused allowed",
         FUSED_SHARED: case["fused"] == "fused allowed" and CONTEXT in keys,
         "policy.generation.temperature": case["temperature"],
+        "policy.generation.top_k": 24 if case["filters"] else None,
+        "policy.generation.top_p": 0.9 if case["filters"] else 1.0,
         "policy.offload": case["offload"],
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
         f"{MEGATRON}.model_class": "hybrid" if case["model"] in ("hybrid", "mamba") else "gpt",
@@ -332,10 +338,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         values["value.optimizer.use_distributed_optimizer"] = case["distributed optimizer"]
     if case["batching"] != "fixed":
         section = SECTIONS[case["batching"]]
-        sizes = {
-            "train_mb_tokens": 2 * (PROMPT + RESPONSE),
-            "logprob_mb_tokens": 30,
-        }
+        sizes = {"train_mb_tokens": 2 * (PROMPT + RESPONSE), "logprob_mb_tokens": 30}
         values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
     if isinstance(algorithm.shipped.loop, RolloutConfig):
         values["policy.train_global_batch_size"] = 8 if case["updates"] == "two" else 16

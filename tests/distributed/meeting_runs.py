@@ -316,7 +316,7 @@ def run(
     folder = Path(config.logger.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = open_checkpoints(config, notify=lambda _line: None)
-    parts = replace(launch.open_parts(config), environment=RecordedRewards())
+    parts = replace(launch.open_parts(config), environments={"": RecordedRewards()})
     groups, observer = _Groups(pool), Observer()
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))

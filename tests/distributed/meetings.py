@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -27,7 +26,7 @@ if __name__ == "__main__":
 
 import meeting_ranks
 import tolerances
-from meeting_cases import Values, refusal_of, selection
+from meeting_cases import refusal_of, selection
 from meeting_recipes import ALGORITHMS, FACTORS, LAYOUTS, Case, Material, load, name_of, plain_sibling
 from meeting_runs import Metrics, Outcome, PoolGroup, Trained, run
 from rank_pool import RankPool, Ranks
@@ -255,19 +254,8 @@ def _rate(optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, behind: int
     return optimizer.lr - share * (optimizer.lr - optimizer.min_lr)
 
 
-def report(verdicts: list[tuple[Case, Verdict]], strength: int) -> Iterator[str]:
-    """Yield the meetings run and refused for each choice of factors, then the largest differences by value."""
-    yield f"{'':58}{'run':>6}{'refused':>9}"
-    for names in combinations(FACTORS, strength):
-        run_there: set[Values] = set()
-        refused: set[Values] = set()
-        for case, verdict in verdicts:
-            values = tuple((name, case[name]) for name in names)
-            if not verdict.refused:
-                run_there.add(values)
-            elif refusal_of(dict(values)) is not None or ("state", "foreign") in values:
-                refused.add(values)
-        yield f"{' x '.join(names):58}{len(run_there):6}{len(refused):9}"
+def report(verdicts: list[tuple[Case, Verdict]]) -> Iterator[str]:
+    """Yield the number of runs and the largest differences by value."""
     yield f"{'':58}{'run':>6}{'metrics':>10}{'parameters':>12}"
     for name, value in ((name, value) for name, values in FACTORS.items() for value in values):
         of_value = [verdict for case, verdict in verdicts if case[name] == value and not verdict.refused]
@@ -297,7 +285,7 @@ def main() -> int:
             if number % 50 == 49:
                 print(f"{number + 1} of {len(cases)}: {time.monotonic() - started:.0f} s", flush=True)
     ranks.close()
-    print("\n".join(report(verdicts, options.strength)))
+    print("\n".join(report(verdicts)))
     failed = sum(bool(verdict.failures) for _, verdict in verdicts)
     print(f"{len(cases)} combinations, {failed} failed, {time.monotonic() - started:.0f} s")
     return int(failed > 0)

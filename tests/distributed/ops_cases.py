@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from plain_ops import linear_logprobs, plain_linear_logprobs_at, plain_linear_topk_logprobs
-from torch import Tensor
+from plain_filters import filtered_logprobs
+from plain_ops import linear_logprobs, plain_linear_logprobs_at, plain_linear_topk_logprobs, plain_logits
 
+from nemo_rl_mcore.ops import _softmax
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
@@ -34,11 +34,13 @@ MASKS = {
 BORDER_IDS = (7, 8, 15, 16, 0, REAL_VOCAB - 1)
 GIVEN_IDS = ("at", "topk")
 """The paths of several ids a token, which have tails as well."""
+UNFUSED = ("unfused", "filtered")
+FILTERS: dict[str, Any] = {"top_k": 9, "top_p": 0.9}
 
 
 @dataclass(frozen=True)
 class Case:
-    """path: fused; frozen, without a weight gradient; main_grad, accumulated there; unfused; at given ids; topk.
+    """path: fused; frozen, without a weight gradient; main_grad, accumulated there; unfused; filtered; at ids; topk.
 
     k: ids of each token.
     """
@@ -53,14 +55,14 @@ class Case:
     k: int = 1
 
     @property
-    def name(self) -> str:
+    def name(self):
         sequence = "sp" if self.sequence_parallel else "replicated"
         outputs = f"k{self.k}" if self.path in GIVEN_IDS else "entropy" if self.with_entropy else "plain"
         vocab = "padded" if self.vocab_size else "full"
         return f"{self.path}-tp{self.tp}-{sequence}-{self.mask}-{outputs}-{self.dtype}-{vocab}"
 
 
-def cases() -> Iterator[Case]:
+def cases():
     """Yield the cases; of several ids one, a few, more than a shard holds, and the whole vocabulary."""
     both = (False, True)
     yield from (Case("fused", *one) for one in itertools.product((1, 2, 4), both, MASKS, both))
@@ -68,7 +70,8 @@ def cases() -> Iterator[Case]:
         yield from (
             Case(path, tp, sp, mask, False) for tp, sp in ((1, False), *itertools.product((2, 4), both))
         )
-    yield from (Case("unfused", tp, False, *one) for tp, *one in itertools.product((1, 2, 4), MASKS, both))
+    for path in ("unfused", "filtered"):
+        yield from (Case(path, tp, False, *one) for tp, *one in itertools.product((1, 2, 4), MASKS, both))
     for path, tp, sp, mask, k in itertools.product(GIVEN_IDS, (1, 2, 4), both, MASKS, (1, 5, 12, REAL_VOCAB)):
         yield Case(path, tp, sp, mask, False, k=k)
     for (path, few, many), tp, sp in itertools.product(
@@ -79,7 +82,7 @@ def cases() -> Iterator[Case]:
         yield Case(path, tp, sp, "uneven", with_entropy, "float64", None, many)
 
 
-def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(case):
     """The same on every rank: hidden states, weight, and ids [S, B, K], of which the first lie on borders of shards.
 
     Of several ids the logits stay small: a backward may sum them in another order than the forward, for it has other
@@ -98,7 +101,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, (weight / 2).to(dtype), ids[..., : case.k].contiguous()
 
 
-def loss(outputs: dict[str, Tensor]) -> Tensor:
+def loss(outputs):
     """A weighting of all outputs but an infinite tail, in which a third of the tokens has no gradient."""
     total = torch.zeros((), dtype=outputs["logprobs"].dtype)
     for phase, output in enumerate(outputs.values()):
@@ -108,9 +111,9 @@ def loss(outputs: dict[str, Tensor]) -> Tensor:
     return total
 
 
-def results(case: Case, group: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> dict[str, Tensor]:
+def results(case, group, hidden, weight, ids):
     """Outputs and gradients of a path on the ranks of a group; without one those of its oracle."""
-    keys: dict[str, Any] = {"temperature": 0.7, "mask": MASKS[case.mask]}
+    keys = {"temperature": 0.7, "mask": MASKS[case.mask]}
     if case.path not in GIVEN_IDS:
         keys["with_entropy"] = case.with_entropy
     plain = LinearLogprobsOptions(vocab_size=case.vocab_size)
@@ -137,16 +140,25 @@ def results(case: Case, group: Any, hidden: Tensor, weight: Tensor, ids: Tensor)
         of_ids = function(hidden, weight, ids, with_tail=True, options=plain, **keys)._asdict()
         outputs = {name: value for name, value in of_ids.items() if value is not None}
     else:
-        if group is not None and case.path == "unfused":
+        filters = FILTERS if case.path == "filtered" else {}
+        if group is not None and case.path in UNFUSED:
             del keys["sequence_parallel"]
-            found = vocab_parallel_logprobs(hidden @ weight.t(), ids, vocab_size=case.vocab_size, **keys)
+            keys |= filters | {"vocab_size": case.vocab_size}
+            # Five rows of 16 columns a block, which two ranks do not share evenly.
+            with patch.object(_softmax, "_CPU_BLOCK", 80 if filters else _softmax._CPU_BLOCK):
+                found = vocab_parallel_logprobs(hidden @ weight.t(), ids, **keys)
+        elif filters:
+            kept = torch.ones_like(ids) if keys["mask"] is None else keys["mask"]
+            found = filtered_logprobs(plain_logits(hidden, weight, 1.0, plain), ids, 0.7, **filters)
+            found = tuple(torch.where(kept != 0, one, 0.0) for one in found)
+            found = found if case.with_entropy else found[0]
         else:
             function = linear_logprobs if group is None else fused_linear_logprobs
             found = function(hidden, weight, ids, options=plain, **keys)
         outputs = dict(zip(("logprobs", "entropy"), found if case.with_entropy else (found,), strict=False))
     loss(outputs).backward()
     found = {name: x.detach() for name, x in outputs.items()} | {"hidden_grad": hidden.grad}
-    if group is not None and case.path == "unfused":
+    if group is not None and case.path in UNFUSED:
         # The output layer's own backward sums the hidden gradient over ranks; here that is done by hand.
         dist.all_reduce(hidden.grad, group=group)
     if weight.requires_grad:
@@ -156,7 +168,7 @@ def results(case: Case, group: Any, hidden: Tensor, weight: Tensor, ids: Tensor)
     return found
 
 
-def run_case(case: Case, group: Any) -> dict[str, float]:
+def run_case(case, group):
     """The error of every quantity, what stands at masked tokens, and whether replicas differ."""
     rank, tp = dist.get_rank(group), case.tp
     hidden, weight, ids = inputs(case)
@@ -185,12 +197,12 @@ def run_case(case: Case, group: Any) -> dict[str, float]:
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
+def recorded_collectives():
     """The kind of each collective that is sent inside, and its number of elements."""
-    sent: list[tuple[str, int]] = []
+    sent = []
 
-    def spy(name: str, original: Any) -> Any:
-        def call(*tensors: Tensor, **kwargs: Any) -> Any:
+    def spy(name, original):
+        def call(*tensors, **kwargs):
             sent.append((name, tensors[-1].numel()))
             return original(*tensors, **kwargs)
 
@@ -202,7 +214,7 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
         yield sent
 
 
-def collectives(group: Any) -> dict[str, list[tuple[str, int]]]:
+def collectives(group):
     """What each function sends on two ranks, with its backward if it has one."""
     seen, rank = {}, dist.get_rank(group)
     entropies = (("fused", False), ("fused", True), *((path, False) for path in GIVEN_IDS))
@@ -216,7 +228,7 @@ def collectives(group: Any) -> dict[str, list[tuple[str, int]]]:
     return seen
 
 
-def report() -> tuple[dict[str, dict[str, float]], dict[str, list[tuple[str, int]]]]:
+def report():
     """On one of four ranks, of which groups of 1, 2 and 4 compute the cases: errors by case, and what is sent."""
     rendezvous.join()
     every = [dist.new_group([*range(first, first + tp)]) for tp in (1, 2, 4) for first in range(0, RANKS, tp)]

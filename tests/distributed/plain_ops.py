@@ -1,9 +1,6 @@
 """The kernels' plain twins on a single rank, over all the logits: differentiable tensor arithmetic to compare with."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from nemo_rl_mcore.ops._head import LinearLogprobsOptions
 from nemo_rl_mcore.ops._softmax import accumulation_dtype
@@ -13,24 +10,22 @@ from nemo_rl_mcore.ops.linear_topk import TopK
 _DEFAULT_OPTIONS = LinearLogprobsOptions()
 
 
-def plain_logits(
-    hidden_SBH: Tensor, weight_VH: Tensor, temperature: float, options: LinearLogprobsOptions
-) -> Tensor:
+def plain_logits(hidden_SBH, weight_VH, temperature, options):
     """Return all the logits [S, B, V], as the plain twins take them."""
     logits_SBV = hidden_SBH @ weight_VH[: options.vocab_size].t()
     return logits_SBV.to(accumulation_dtype(hidden_SBH.dtype)) * (options.logit_scale / temperature)
 
 
 def plain_linear_logprobs_at(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    indices_SBK: Tensor,
+    hidden_SBH,
+    weight_VH,
+    indices_SBK,
     *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    with_tail: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> IndexedLogprobs:
+    temperature=1.0,
+    mask=None,
+    with_tail=False,
+    options=_DEFAULT_OPTIONS,
+):
     logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
     kept_SB = torch.ones_like(indices_SBK[..., 0], dtype=torch.bool) if mask is None else mask != 0
     index_SBK = torch.where(kept_SB.unsqueeze(-1), indices_SBK, 0)
@@ -44,17 +39,17 @@ def plain_linear_logprobs_at(
 
 
 def linear_logprobs(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    targets_SB: Tensor,
+    hidden_SBH,
+    weight_VH,
+    targets_SB,
     *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> Tensor | tuple[Tensor, Tensor]:
+    temperature=1.0,
+    mask=None,
+    with_entropy=False,
+    options=_DEFAULT_OPTIONS,
+):
     """Return the plain twin of `fused_linear_logprobs`."""
-    keys: dict[str, Any] = {"temperature": temperature, "mask": mask, "options": options}
+    keys = {"temperature": temperature, "mask": mask, "options": options}
     found = plain_linear_logprobs_at(hidden_SBH, weight_VH, targets_SB.unsqueeze(-1), **keys)
     logprobs_SB = found.logprobs.squeeze(-1)
     if not with_entropy:
@@ -65,14 +60,8 @@ def linear_logprobs(
 
 
 def plain_linear_topk_logprobs(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    k: int,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> TopK:
+    hidden_SBH, weight_VH, k, *, temperature=1.0, mask=None, options=_DEFAULT_OPTIONS
+):
     """Return the plain twin of `linear_topk_logprobs` on a single rank: sort and log_softmax over all the logits."""
     logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
     sorted_SBV, order_SBV = logits_SBV.sort(-1, descending=True)

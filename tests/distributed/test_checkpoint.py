@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -20,13 +21,15 @@ from refusals import refused
 
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import MseValueLossFn
-from nemo_rl_mcore.rank.checkpoints import read_sums, sha256, write_sums
 from nemo_rl_mcore.rank.train_step import COMMITTED_IDS_KEPT, TrainStepError
 
+CHAOS = Path(__file__).parent.parent / "chaos"
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0,
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
+BF16 = {"precision": "bfloat16"}
+PLAIN = {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}
 WARMUP = {"lr_warmup_iters": 2, "lr_decay_iters": 10, "lr_decay_style": "cosine"}
 
 
@@ -53,59 +56,12 @@ def steps(worker, seeds, role="policy"):
 
 
 def resume_against_going_on(folder, model, megatron, policy):
-    going_on = worker_state.with_dropout(build(model, megatron, **policy))
-    steps(going_on, (1, 2))
-    going_on.save_checkpoint(folder)
-    drawn = random.random(), np.random.random()
-    reports = steps(going_on, (3, 4, 5))
-    wanted = worker_state.capture(going_on)
-    batch = tiny.shard(tiny.grpo_batch(seed=9))
-    reference = going_on.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
-    # Another seed: other weights, reference and generators, so that all has to come from the checkpoint.
-    resumed = worker_state.with_dropout(build(model, megatron, seed=7, **policy))
-    steps(resumed, (6,))
-    resumed.load_checkpoint(folder)
-    assert (random.random(), np.random.random()) == drawn
-    assert steps(resumed, (3, 4, 5)) == reports
-    found = worker_state.capture(resumed)
-    assert resumed.get_reference_policy_logprobs(data=batch)["reference_logprobs"].equal(reference)
-    # The config's bound methods and groups are the worker's own.
-    return [name for name in worker_state.differences(wanted, found) if name != "config"]
-
-
-of_every_layout = pytest.mark.parametrize(
-    ("ranks_needed", "model", "megatron", "policy"),
-    [
-        (1, {}, {"scheduler": WARMUP}, {}),
-        (1, {}, {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}, {}),
-        (1, {"tie_word_embeddings": True, "mtp_num_layers": 1}, {}, {}),
-        (2, {}, {"scheduler": WARMUP}, {"precision": "bfloat16"}),
-        (2, {}, {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}, {"precision": "bfloat16"}),
-        (2, {}, {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}}, {}),
-        (2, {"tie_word_embeddings": True}, {"pipeline_model_parallel_size": 2}, {}),
-        (2, {}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"precision": "bfloat16"}),
-        (2, EXPERTS, {"expert_model_parallel_size": 2}, {}),
-        (2, EXPERTS, {}, {"precision": "bfloat16"}),
-    ],
-    ids=["adam", "adam-plain", "tied-mtp", "dp2-bf16", "dp2-plain-bf16", "dp2-overlap", "pp2-tied", "tp2-bf16",
-         "ep2", "dp2-experts-bf16"],
-)  # fmt: skip
-
-
-@pytest.mark.quick_cases("dp2-bf16", "ep2")
-@of_every_layout
-def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, model, megatron, policy):
-    differing = ranks(ranks_needed).run(resume_against_going_on, str(tmp_path), model, megatron, policy)
-    assert differing == [[]] * ranks_needed
-
-
-def written_during_a_step(folder, model, megatron, policy):
-    """Train while the writers of a copy are held; returns the files that differ from those written at once."""
+    """What differs once a policy goes on from what was saved at once, and from a copy written during the next step."""
     from nemo_rl_mcore.rank.megatron.sharded_folder import PreparedState
 
-    worker, trained = build(model, megatron, **policy), Event()
-    steps(worker, (1, 2))
-    worker.save_checkpoint(f"{folder}/at_once")
+    going_on, trained = worker_state.with_dropout(build(model, megatron, **policy)), Event()
+    steps(going_on, (1, 2))
+    going_on.save_checkpoint(f"{folder}/at_once")
     write = PreparedState.write
 
     def write_later(self, *arguments):
@@ -113,27 +69,49 @@ def written_during_a_step(folder, model, megatron, policy):
         write(self, *arguments)
 
     with patch.object(PreparedState, "write", write_later):
-        worker.save_checkpoint(f"{folder}/copied", wait=False)
-        assert worker.checkpoint_written(wait=False) is None
-        reports = steps(worker, (3,))
+        going_on.save_checkpoint(f"{folder}/copied", wait=False)
+        drawn = random.random(), np.random.random()
+        assert going_on.checkpoint_written(wait=False) is None
+        reports = steps(going_on, (3, 4, 5))
         trained.set()
-        assert worker.checkpoint_written() > 0
-    resumed = build(model, megatron, seed=7, **policy)
-    resumed.load_checkpoint(f"{folder}/copied")
-    assert steps(resumed, (3,)) == reports
-    found, wanted = (read_sums(Path(folder, name)) for name in ("copied", "at_once"))
-    assert found.keys() == wanted.keys()
-    # torch writes a new name into its description of each save.
-    return [name for name in wanted if found[name] != wanted[name] and not name.endswith("/.metadata")]
+        assert going_on.checkpoint_written() > 0
+    wanted, different = worker_state.capture(going_on), []
+    batch = tiny.shard(tiny.grpo_batch(seed=9))
+    reference = going_on.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
+    for name in ("at_once", "copied"):
+        # Another seed: other weights, reference and generators, so that all has to come from the checkpoint.
+        resumed = worker_state.with_dropout(build(model, megatron, seed=7, **policy))
+        steps(resumed, (6,))
+        resumed.load_checkpoint(f"{folder}/{name}")
+        assert (random.random(), np.random.random()) == drawn
+        assert steps(resumed, (3, 4, 5)) == reports
+        different += worker_state.differences(wanted, worker_state.capture(resumed))
+        assert resumed.get_reference_policy_logprobs(data=batch)["reference_logprobs"].equal(reference)
+    # The config's bound methods and groups are the worker's own.
+    return [name for name in different if name != "config"]
 
 
-@pytest.mark.quick_cases("dp2-bf16")
-@of_every_layout
-def test_what_is_written_during_a_step_is_what_was_there_before_it(
-    ranks, tmp_path, ranks_needed, model, megatron, policy
-):
-    different = ranks(ranks_needed).run(written_during_a_step, str(tmp_path), model, megatron, policy)
-    assert different == [[]] * ranks_needed
+@pytest.mark.quick_cases("dp2-bf16", "ep2")
+@pytest.mark.parametrize(
+    ("ranks_needed", "model", "megatron", "policy"),
+    [
+        (1, {}, {"scheduler": WARMUP}, {}),
+        (1, {}, PLAIN, {}),
+        (1, {"tie_word_embeddings": True, "mtp_num_layers": 1}, {}, {}),
+        (2, {}, {"scheduler": WARMUP}, BF16),
+        (2, {}, PLAIN, BF16),
+        (2, {}, {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}}, {}),
+        (2, {"tie_word_embeddings": True}, {"pipeline_model_parallel_size": 2}, {}),
+        (2, {}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, BF16),
+        (2, EXPERTS, {"expert_model_parallel_size": 2}, {}),
+        (2, EXPERTS, {}, BF16),
+    ],
+    ids=["adam", "adam-plain", "tied-mtp", "dp2-bf16", "dp2-plain-bf16", "dp2-overlap", "pp2-tied", "tp2-bf16",
+         "ep2", "dp2-experts-bf16"],
+)  # fmt: skip
+def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, model, megatron, policy):
+    differing = ranks(ranks_needed).run(resume_against_going_on, str(tmp_path), model, megatron, policy)
+    assert differing == [[]] * ranks_needed
 
 
 def fail_to_write_a_copy(folder):
@@ -400,22 +378,22 @@ def bucketed(layout, size, **more):
     ("saved", "loaded", "changed"),
     [
         (ONE, DP2, {}),
-        (DP2, ONE, {"policy": {"precision": "bfloat16"}}),
+        (DP2, ONE, {"policy": BF16}),
         (DP2, LAYOUTS["tp2"], {}),
         (TP2_SP, PP2, {"model": {"tie_word_embeddings": True}}),
         (PP2, LAYOUTS["pp2-vpp2"], {"model": FOUR_LAYERS}),
         (LAYOUTS["pp2-vpp2"], DP2, {"model": FOUR_LAYERS}),
         (UNEVEN, DP2, {"model": {**FOUR_LAYERS, "tie_word_embeddings": True}}),
-        (LAYOUTS["tp2-pp2"], DP2, {"policy": {"precision": "bfloat16"}}),
+        (LAYOUTS["tp2-pp2"], DP2, {"policy": BF16}),
         (LAYOUTS["ep2"], DP2, {"model": EXPERTS}),
         (ONE, LAYOUTS["ep2"], {"model": EXPERTS}),
-        (LAYOUTS["cp2"], DP2, {"policy": {"precision": "bfloat16"}}),
+        (LAYOUTS["cp2"], DP2, {"policy": BF16}),
         (TP2_SP, LAYOUTS["cp2"], {}),
         (LAYOUTS["cp2"], (4, {}, {"context_parallel_size": 4}), {"model": {"tie_word_embeddings": True}}),
-        (bucketed(DP2, 700), bucketed(TP2_SP, 3000), {"policy": {"precision": "bfloat16"}}),
+        (bucketed(DP2, 700), bucketed(TP2_SP, 3000), {"policy": BF16}),
         (bucketed(LAYOUTS["ep2"], 3000), bucketed(DP2, 700), {"model": EXPERTS}),
-        (bucketed(LAYOUTS["pp2-vpp2"], 700), DP2, {"model": TIED | FOUR_LAYERS, "policy": {"precision": "bfloat16"}}),
-        (DP2, bucketed(LAYOUTS["cp2"], 3000), {"role": "value", "policy": {"precision": "bfloat16"}}),
+        (bucketed(LAYOUTS["pp2-vpp2"], 700), DP2, {"model": TIED | FOUR_LAYERS, "policy": BF16}),
+        (DP2, bucketed(LAYOUTS["cp2"], 3000), {"role": "value", "policy": BF16}),
         (ONE, bucketed(PP2, 3000, overlap_param_gather=True), {"model": TIED, "role": "value"}),
         (
             bucketed(DP2, 700, overlap_param_gather=True),
@@ -424,7 +402,7 @@ def bucketed(layout, size, **more):
         ),
         (PP2, ONE, {"model": TIED, "role": "value"}),
         ((2, {}, distributed(True)), (2, {}, distributed(False)), {}),
-        ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": {"precision": "bfloat16"}}),
+        ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": BF16}),
     ],
     ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "uneven-dp2-tied",
          "tp2pp2-dp2-bf16", "ep2-dp2", "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "cp2-cp4-tied", "dp2of700-tp2sp-bf16",
@@ -455,8 +433,9 @@ def start_from_weights(folder, precision):
     steps(source, (1, 2))
     source.save_checkpoint(f"{folder}/policy")
     started = build({}, {}, precision=precision, init_checkpoint=folder)
-    reference = started.get_reference_policy_logprobs(data=tiny_batch())["reference_logprobs"]
-    assert reference.equal(source.get_logprobs(data=tiny_batch())["logprobs"])
+    batch = tiny.grpo_batch(seed=9)
+    reference = started.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
+    assert reference.equal(source.get_logprobs(data=batch)["logprobs"])
     lent = build({}, {}, precision=precision)
     lent.load_checkpoint(f"{folder}/policy", weights_only=True)
     steps(started, (3,))
@@ -464,10 +443,6 @@ def start_from_weights(folder, precision):
     states = worker_state.capture(started), worker_state.capture(lent)
     exp_avg = next(value for name, value in states[0].items() if name.startswith("step "))
     return float(exp_avg), [name for name in worker_state.differences(*states) if name != "config"]
-
-
-def tiny_batch():
-    return tiny.grpo_batch(seed=9)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -491,7 +466,9 @@ def save_new(folder):
     worker.save_checkpoint(folder)
 
 
-def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
+def test_a_checkpoint_of_another_model_and_an_empty_folder_are_refused(ranks, tmp_path):
+    with refused("no-checkpoint", tmp_path, by=RankFailedError):
+        ranks(1).run(load_into, str(tmp_path), {}, {})
     ranks(1).run(save_new, str(tmp_path))
     for model, policy, part in (
         ({"ffn_hidden_size": 96}, {}, "Global shape mismatch"),
@@ -503,18 +480,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
             ranks(1).run(load_into, str(tmp_path), model, policy)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(ranks, tmp_path):
-    with refused("no-checkpoint", tmp_path, by=RankFailedError):
-        ranks(1).run(load_into, str(tmp_path), {}, {})
-
-
 # Checksums
-
-
-def list_anew(folder):
-    """Write the checksums of the files that there are."""
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    write_sums(folder, {name: sha256(folder / name) for name in names if name != "SHA256SUMS"})
 
 
 def load_unverified(folder):
@@ -635,3 +601,29 @@ def reload_after_failure(folder):
 
 def test_a_step_that_failed_inside_the_optimizer_is_undone_by_the_checkpoint(ranks, tmp_path):
     assert ranks(1).run(reload_after_failure, str(tmp_path)) == [[]]
+
+
+# Damaged files: a share of the cases of tests/chaos/checkpoint_files.py, which shows them all
+
+
+def damaged_and_attacked(folder, every):
+    for place in (CHAOS, CHAOS.parent):
+        sys.path.insert(0, str(place))
+    import checkpoint_files
+
+    return [
+        [(one.case, one.way, one.verdict, one.why) for one in findings]
+        for findings in checkpoint_files.run(Path(folder), every)
+    ]
+
+
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.nightly)])
+def test_no_damage_goes_unnoticed_and_no_payload_runs(ranks, tmp_path, every):
+    damaged, attacked = ranks(1).run(damaged_and_attacked, str(tmp_path), every, timeout_s=600.0)[0]
+    assert [one for one in (*damaged, *attacked) if one[2] == "wrong"] == []
+    # All that is loaded as it was is loaded without a look at checksums.
+    assert {one[1] for one in damaged if one[2] != "refused"} <= {"unverified"}
+    cases = {one[0] for one in damaged}, {one[0] for one in attacked}
+    assert len(cases[0]) >= 138 // every
+    assert len(cases[1]) >= 40 // every
+    assert {one[1] for one in damaged} == {"whole", "by hand", "unverified"}

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from parted_rows import as_rows
-from test_microbatching import assert_metrics, by_tokens
+from test_microbatching import REFERENCE, assert_metrics, by_tokens, config, uneven_batch
 from tolerances import LOGPROBS, REORDERED
 
 from nemo_rl_mcore.losses import DistillationLossFn, MseValueLossFn, NLLLossFn
@@ -31,26 +31,15 @@ WAYS = {
 }
 FUSED = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_packed": True}
 WAYS["fused-packing-40"] = WAYS["packing-40"] | {"megatron": FUSED}
-REFERENCE = {"train_micro_batch_size": 2}
 LENGTHS = [12, 5, 2, 12, 1, 4, 8, 3]
 CUTS = [[4, 8], [], [1], [5], [], [2, 3], [6], []]
-OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
 
 
 def episodes(seed, in_rows):
-    """Eight episodes, the third of which does not count; in one row each, or in 15 together."""
-    batch = tiny.grpo_batch(seed=seed)
-    lengths = torch.tensor(LENGTHS)
-    real = torch.arange(12) < lengths.unsqueeze(1)
-    batch["input_lengths"] = lengths
-    batch["input_ids"] = batch["input_ids"].clamp(min=1) * real
-    batch["token_mask"] = (real & (torch.arange(12) >= 1)).float()
-    generator = torch.Generator().manual_seed(seed)
-    batch["returns"], values = torch.randn(2, *real.shape, generator=generator)
+    """Eight episodes, one without a token to train on and one that does not count; in one row each, or in 15."""
+    batch = uneven_batch(seed)
+    batch["returns"], values = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(seed))
     batch["values"] = 0.1 * values
-    logits = torch.randn(*real.shape, tiny.VOCABULARY, generator=generator)
-    batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits.topk(5)
-    batch["teacher_logsumexp"] = logits.logsumexp(-1)
     return as_rows(batch, CUTS) if in_rows else batch
 
 
@@ -69,18 +58,6 @@ def losses():
     )
 
 
-def configured(way, megatron, model=None):
-    sections = {**way}
-    megatron = megatron | sections.pop("megatron", {})
-    return tiny.policy_config(
-        model=model,
-        megatron={"optimizer": OPTIMIZER} | megatron,
-        train_global_batch_size=8,  # episodes
-        max_total_sequence_length=12,
-        **sections,
-    )
-
-
 def of_step(worker, step):
     metrics = step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()}
     return metrics, {name: value.numpy() for name, value in tiny.gradients(worker).items()}
@@ -88,7 +65,7 @@ def of_step(worker, step):
 
 def steps(way, megatron, model, in_rows):
     """One step for each loss, one in two chunks, and one of a critic: metrics and gradients; then weights, schedule."""
-    policy = configured(way, megatron, model)
+    policy = config(way, megatron, model)
     worker, found = tiny.worker(policy), []
     said = worker.get_logprobs(data=episodes(0, in_rows))["logprobs"]
     for seed, loss_fn in enumerate(losses()):

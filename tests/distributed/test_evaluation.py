@@ -97,19 +97,6 @@ def test_a_checkpoint_and_its_export_give_the_same_files(trained, groups, tmp_pa
     assert "pass@1" in capsys.readouterr().out
 
 
-def test_the_recipe_of_a_checkpoint_serves_alone(trained, groups, tmp_path):
-    recipe, checkpoint = trained
-    named = evaluated(recipe, tmp_path / "named", checkpoint=checkpoint)
-    assert evaluated(None, tmp_path / "alone", checkpoint=checkpoint) == named
-
-
-def test_the_noise_is_of_prompt_and_sample_whatever_else_is_asked(trained, groups, tmp_path):
-    recipe, _ = trained
-    whole = evaluated(recipe, tmp_path / "whole", *SAMPLED)
-    few = evaluated(recipe, tmp_path / "few", *SAMPLED, "grpo.val_batch_size=2")
-    assert whole["digits.jsonl"] == few["digits.jsonl"]
-
-
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo", "sft", "distillation"])
 def test_recipes_of_all_algorithms_evaluate_the_policy_alone(trained, groups, tmp_path, algorithm):
     recipe, checkpoint = trained

@@ -1,4 +1,4 @@
-"""Weights that training leaves as they are: to the bit, without gradients or optimizer state, on every layout."""
+"""Weights and models that training leaves as they are: to the bit, without gradients or optimizer, on every layout."""
 
 import pytest
 import tiny
@@ -124,3 +124,16 @@ def test_a_sharded_optimizer_in_bf16_has_no_part_of_them(ranks, tmp_path, freeze
     for unchanged, frozen in ranks(2).run(sharded_steps_in_bf16, freeze, model, str(tmp_path / "frozen")):
         assert frozen
         assert {name for name, same in unchanged.items() if same} == frozen
+
+
+def kept_by_a_model_that_is_never_trained():
+    """Whether it has gradients of any kind, and an optimizer."""
+    backend = tiny.worker(tiny.policy_config(), trained=False).backend
+    parameters = [parameter for chunk in backend.chunks for parameter in chunk.parameters()]
+    assert parameters
+    gradients = [hasattr(one, "main_grad") or one.grad is not None for one in parameters]
+    return any(gradients), hasattr(backend, "optimizer")
+
+
+def test_a_model_that_is_never_trained_keeps_neither_gradients_nor_an_optimizer(ranks):
+    assert ranks(1).run(kept_by_a_model_that_is_never_trained) == [(False, False)]

@@ -8,7 +8,6 @@ from tolerances import GENERATION
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import StopConditions, load_tokenizer
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.ops.sampling import SamplingParams
 
 
 def requests(prompt_lengths):
@@ -128,9 +127,10 @@ def test_a_prompt_is_read_once_for_all_its_answers(ranks):
     assert len({tuple(row) for row in once[0]}) > 4  # they are answers of their own
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}], ids=str)
-def test_logprobs_agree_with_get_logprobs_whatever_the_filters(ranks, filters):
-    assert_confirmed(ranks, 1, {}, filters=filters)
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("megatron", [{}, TP2_SP], ids=["one", "tp2-sp"])
+def test_logprobs_agree_with_get_logprobs_under_filters(ranks, megatron, filters):
+    assert_confirmed(ranks, 2 if megatron else 1, megatron, filters=filters)
 
 
 def prompts_up_to(length):
@@ -172,9 +172,7 @@ def stopped_by_texts(megatron, of_rows):
 
 @pytest.mark.parametrize("of_rows", [False, True], ids=["recipe", "rows"])
 @pytest.mark.parametrize(
-    ("world_size", "megatron"),
-    [(1, {}), (2, {"pipeline_model_parallel_size": 2})],
-    ids=["one-rank", "pp2"],
+    ("world_size", "megatron"), [(1, {}), (2, {"pipeline_model_parallel_size": 2})], ids=["one-rank", "pp2"]
 )
 def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, megatron, of_rows):
     for of_row, texts, plain, stopped in ranks(world_size).run(stopped_by_texts, megatron, of_rows):
@@ -191,43 +189,6 @@ def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, mega
             ends = any(string in text for string in strings) or len(text) < length  # by the end of sequence
             assert stopped["finished"][row] == ends
             assert ends or length == 8
-
-
-def a_session_of_two_requests():
-    """Tokens by row, of a session that is interrupted and of whole calls; and the mode between two steps."""
-    from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest, generate
-
-    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
-    stops = StopConditions(frozenset({1, 7, 11}))
-
-    def request(prompts, first_key, **sampling):
-        keys = torch.arange(first_key, first_key + len(prompts))
-        return GenerationRequest(prompts, keys, 6, [stops] * len(prompts), SamplingParams(**sampling))
-
-    def whole(asked):
-        rows = generate(DecodingSession(model, tiny.VOCABULARY), asked)
-        return [row[:n] for row, n in zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)]
-
-    first = request([[1, 2], [3, 4, 5], [5, 6], [6, 7]], 0)
-    second = request([[9, 8], [4]], 10, temperature=2.0)
-    session = DecodingSession(model, tiny.VOCABULARY)
-    rows = [*session.add(first)]
-    found, modes, steps = {}, [], 0
-    while (sampled := session.step()) is not None:
-        steps += 1
-        for row, token in zip(sampled.rows_N.tolist(), sampled.tokens_N.tolist(), strict=True):
-            found.setdefault(row, []).append(token)
-        modes.append(model.chunks[0].training)
-        if steps == 2:
-            rows += session.add(second)
-    return rows, found, whole(first) + whole(second), modes
-
-
-def test_requests_come_between_two_tokens(ranks):
-    ((rows, found, whole, modes),) = ranks(1).run(a_session_of_two_requests)
-    assert rows == [0, 1, 2, 3, 4, 5]
-    assert found == dict(enumerate(whole))
-    assert all(modes)  # training
 
 
 def answers_with_and_without_room():
@@ -257,7 +218,7 @@ def logprobs_across_new_weights(reread):
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
-    session, params = DecodingSession(model, tiny.VOCABULARY), SamplingParams(model.passes.temperature)
+    session, params = DecodingSession(model, tiny.VOCABULARY), model.passes.sampling
     session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, [StopConditions()], params))
     tokens = [1, 2, 3, int(session.step().tokens_N)]
     with torch.no_grad():

@@ -1,10 +1,7 @@
 """A HybridModel is the GPTModel of the same weights: log-probabilities, gradients, steps and checkpoints."""
 
-from unittest.mock import patch
-
 import pytest
 import tiny
-from rank_pool import RankFailedError
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.1,
@@ -167,24 +164,3 @@ def test_a_checkpoint_of_one_class_goes_on_in_the_other_in_another_layout(ranks,
     (wanted,) = ranks(1).run(go_on, saver, str(tmp_path / "step"), model, {}, False)
     for found in ranks(needed).run(go_on, loader, str(tmp_path / "step"), model, megatron, True):
         assert_went_on_alike(found, wanted)
-
-
-# What else is asked of a model
-
-
-def a_pass_whose_output_layer_hears_nothing():
-    """What the first pass says of a model that hands the processor on to an output layer that is upstream's."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    from nemo_rl_mcore.rank.megatron import hybrid_model
-
-    worker = build("hybrid", {}, {}, {})
-    with patch.object(hybrid_model._OutputLayer, "forward", ColumnParallelLinear.forward):
-        logprobs(worker)
-
-
-def test_a_hybrid_model_that_does_not_call_the_processor_is_refused(ranks):
-    with pytest.raises(RankFailedError) as refused:
-        ranks(1).run(a_pass_whose_output_layer_hears_nothing)
-    assert "RuntimeError" in str(refused.value)
-    assert "HybridLanguageModel" in str(refused.value)

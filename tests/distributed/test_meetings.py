@@ -10,15 +10,7 @@ import meeting_cases
 import meeting_ranks
 import meetings
 import pytest
-from meeting_recipes import (
-    ALGORITHMS,
-    EXAMPLES,
-    FACTORS,
-    LAYOUTS,
-    MATHEMATICS,
-    name_of,
-    plain_sibling,
-)
+from meeting_recipes import ALGORITHMS, EXAMPLES, FACTORS, LAYOUTS, MATHEMATICS, name_of, plain_sibling
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.driver.algorithms import run_checkpoints as run_start

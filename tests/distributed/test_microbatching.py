@@ -1,12 +1,16 @@
 """However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities."""
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import tiny
 import torch
+from refusals import refused
 from tolerances import LOGPROBS, METRICS, REORDERED
 
-from nemo_rl_mcore.driver.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
-from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, NLLLossFn
+from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
+from nemo_rl_mcore.rank import accelerator
 
 LAYOUTS = {
     "one-rank": (1, {}),
@@ -103,12 +107,9 @@ def config(way, megatron, model=None):
     return tiny.policy_config(model=model, megatron=keys, **sections)
 
 
-def three_steps(way, megatron, model=None, weights=None):
+def three_steps(way, megatron, model=None):
     """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last."""
     worker = tiny.worker(config(way, megatron, model))
-    if weights is not None:
-        tiny.load_full_weights(worker, weights)
-        worker.backend.keep_reference()
     start = tiny.parameters(worker)
     said = worker.get_logprobs(data=uneven_batch()) | worker.get_topk_logits(data=uneven_batch(), k=3)
     said |= worker.get_reference_policy_logprobs(data=uneven_batch())
@@ -179,26 +180,6 @@ def test_a_step_does_not_depend_on_its_microbatches(ranks, reference, layout, wa
         assert_equal(found, wanted)
 
 
-def tables(way, megatron):
-    """The comparison with the engine, by a pass before training and by the training pass."""
-    worker = tiny.worker(config(way, megatron))
-    batch = tiny.shard(uneven_batch())
-    batch["prev_logprobs"] = worker.get_logprobs(data=batch)["logprobs"]
-    given = with_row_numbers(batch.without("prev_logprobs"))
-    result = worker.train(given, ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}, own_previous=True))
-    return table_of_training(result, batch.size).numpy(), table_of_batch(batch).numpy()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16", "fused-packing-29"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_rows_of_the_training_pass_are_those_of_the_pass_before_it(ranks, layout, way):
-    world_size, megatron = LAYOUTS[layout]
-    for found, wanted in ranks(world_size).run(tables, WAYS[way], megatron):
-        assert wanted[:, 0].any()
-        assert found == pytest.approx(wanted, **METRICS)
-
-
 def shapes(way, megatron):
     """What the model is given of a training batch and of a log-probability batch."""
     worker = tiny.worker(config(way, megatron))
@@ -254,9 +235,7 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16", "fused-packing-16"])
 @pytest.mark.parametrize(
-    ("megatron", "model"),
-    [({}, {}), ({"expert_model_parallel_size": 2}, EXPERTS)],
-    ids=["dp2", "ep2"],
+    ("megatron", "model"), [({}, {}), ({"expert_model_parallel_size": 2}, EXPERTS)], ids=["dp2", "ep2"]
 )
 def test_ranks_with_less_to_do_or_nothing_keep_step(ranks, way, megatron, model):
     weights, wanted_metrics, wanted_end, wanted_logprobs = ranks(1).run(
@@ -271,19 +250,25 @@ def test_ranks_with_less_to_do_or_nothing_keep_step(ranks, way, megatron, model)
         assert logprobs == pytest.approx(wanted_logprobs[: len(logprobs)], abs=2e-4)
 
 
+BALANCED = EXPERTS | {"moe_aux_loss_coeff": 0.5}
+TIED = {"tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
-    ("layout", "way"),
+    ("layout", "way", "model"),
     [
-        ("one-rank", "dynamic-96"),
-        ("tp2-sp", "fused-packing-64-cache"),
+        ("one-rank", by_tokens("dynamic_batching", 96), BALANCED),
+        ("tp2-sp", WAYS["fused-packing-64-cache"], BALANCED),
+        ("one-rank", WAYS["fused-packing-64-cache"], TIED),
+        ("tp2-sp", WAYS["fused-packing-29"], TIED),
+        ("pp2", WAYS["fused-packing-29"], TIED),
     ],
+    ids=["experts", "experts-fused-tp2-sp", "tied-fused", "tied-fused-tp2-sp", "tied-fused-pp2"],
 )
-def test_the_load_balancing_loss_of_all_rows_together(ranks, layout, way):
+def test_so_is_that_of_balanced_experts_and_of_tied_embeddings(ranks, layout, way, model):
     world_size, megatron = LAYOUTS[layout]
-    model = EXPERTS | {"moe_aux_loss_coeff": 0.5}
-    together = WAYS.get(way) or by_tokens("dynamic_batching", 96)
     found, wanted = (
-        ranks(world_size).run(three_steps, given, megatron, model) for given in (together, WAYS["rows-8"])
+        ranks(world_size).run(three_steps, given, megatron, model) for given in (way, WAYS["rows-8"])
     )
     for own, reference in zip(found, wanted, strict=True):
         assert_equal(own, reference)
@@ -293,9 +278,7 @@ INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parall
 
 
 @pytest.mark.parametrize(
-    "way",
-    [{"train_micro_batch_size": 3}, WAYS["fused-packing-16"]],
-    ids=["rows-3", "fused-packing-16"],
+    "way", [{"train_micro_batch_size": 3}, WAYS["fused-packing-16"]], ids=["rows-3", "fused-packing-16"]
 )
 def test_the_interleaved_schedule_is_given_full_rounds(ranks, way):
     four_layers = {"num_layers": 4}
@@ -328,3 +311,50 @@ def test_fp8_products_get_the_numbers_of_tokens_that_they_need(ranks, recipe, mu
     (found,) = ranks(1).run(padded_for_fp8, recipe, way, context)
     assert found
     assert all(tokens % multiple == 0 for tokens in found)
+
+
+CP2 = {"context_parallel_size": 2}
+
+
+def against_data_parallel(way, experts, block=512):
+    """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences."""
+    from nemo_rl_mcore.rank.megatron import layer_specs
+
+    model = BALANCED if experts else {}
+    sections = REFERENCE if way == "rows-2" else WAYS[way]
+    found = []
+    for megatron in (CP2, {}):
+        worker = tiny.worker(config(sections, megatron, model))
+        with patch.object(layer_specs, "_BLOCK", block):
+            said = worker.get_logprobs(data=uneven_batch())["logprobs"].numpy()
+            step = worker.train(tiny.shard(uneven_batch()), losses()[0])
+        names = ("loss", "global_valid_toks", "global_valid_seqs")
+        metrics = [*(step["all_mb_metrics"][name] for name in names), step["grad_norm"].tolist()]
+        gradients = as_arrays(tiny.gradients(worker))
+        found.append([said, np.array(metrics), *(gradients[name] for name in sorted(gradients))])
+    return max(float(abs(own - wanted).max()) for own, wanted in zip(*found, strict=True))
+
+
+def test_a_step_of_ranks_that_share_sequences_is_that_of_ranks_with_whole_ones(ranks):
+    for case in (
+        *(("rows-8", False), ("packing-29", False), ("rows-2", True)),
+        *(("rows-8", False, 2), ("packing-29", False, 2)),
+    ):
+        assert max(ranks(2).run(against_data_parallel, *case)) < REORDERED
+
+
+def refused_on_gpus():
+    """Layers of ranks that are told that they have a GPU, on a machine without Transformer Engine."""
+    from nemo_rl_mcore.rank.megatron.layer_specs import decoder_spec
+
+    alone = tiny.worker(tiny.policy_config())
+    transformer, shared = alone.backend.config, tiny.policy_config(megatron=CP2).megatron_cfg
+    with patch.object(accelerator, "has_cuda", lambda: True):
+        decoder_spec(alone.policy.megatron_cfg, transformer, None)
+        with refused("missing-package", "policy.megatron_cfg.context_parallel_size: 2"):
+            decoder_spec(shared, transformer, None)
+    return decoder_spec(shared, transformer, None) is not None
+
+
+def test_local_layers_on_gpus_are_refused_when_a_worker_starts(ranks):
+    assert ranks(1).run(refused_on_gpus) == [True]

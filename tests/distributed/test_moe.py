@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: the layer's own arithmetic, every layout, and the weight of the load-balancing loss."""
+"""Mixture-of-experts models: every layout, and the weight and the metrics of the load-balancing loss."""
 
 import numpy as np
 import pytest
@@ -7,90 +7,19 @@ import torch
 from tolerances import GENERATION, LOGPROBS, METRICS, REORDERED
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
-IN_GROUPS = {
-    "num_moe_experts": 8,
-    "moe_router_topk": 4,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_score_function": "sigmoid",
-}
+EP2, CP2 = {"expert_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2, RECOMPUTED = {"pipeline_model_parallel_size": 2}, {"activation_checkpointing": True}
 TWO_RANKS = {
     "dp2": {},
-    "ep2": {"expert_model_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2-sp-ep2": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "expert_model_parallel_size": 2,
-    },
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "cp2-ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
-    "ep2-recompute": {"expert_model_parallel_size": 2, "activation_checkpointing": True},
+    "ep2": EP2,
+    "tp2-sp": TP2_SP,
+    "tp2-sp-ep2": TP2_SP | EP2,
+    "pp2": PP2,
+    "cp2": CP2,
+    "cp2-ep2": CP2 | EP2,
+    "ep2-recompute": EP2 | RECOMPUTED,
 }
-
-
-def layer_against_the_formula(model):
-    worker = tiny.worker(tiny.policy_config(model=EXPERTS | model))
-    layer = worker.backend.chunks[0].module.decoder.layers[0].mlp
-    if layer.router.expert_bias is not None:
-        layer.router.expert_bias.copy_(torch.linspace(0.2, -0.2, len(layer.router.expert_bias)))
-    seen = {}
-    layer.register_forward_hook(
-        lambda _module, inputs, output: seen.update(x=inputs[0].clone(), y=output[0].clone())
-    )
-    worker.get_logprobs(data=tiny.grpo_batch(), micro_batch_size=8)
-    x = seen["x"].double().flatten(0, 1)
-
-    def gated(up_and_down):
-        gate, up = (x @ up_and_down.linear_fc1.weight.double().T).chunk(2, dim=1)
-        return (torch.nn.functional.silu(gate) * up) @ up_and_down.linear_fc2.weight.double().T
-
-    scores = x @ layer.router.weight.double().T
-    if model.get("moe_router_score_function") == "sigmoid":
-        scores = scores.sigmoid()
-        selected = scores
-        if layer.router.expert_bias is not None:
-            selected = scores + layer.router.expert_bias
-        if groups := model.get("moe_router_num_groups"):
-            by_group = selected.unflatten(1, (groups, -1))
-            few = by_group.topk(model["moe_router_topk"] // model["moe_router_group_topk"]).values.sum(-1)
-            left_out = few.argsort(1, descending=True)[:, model["moe_router_group_topk"] :]
-            open_groups = torch.ones_like(few).scatter(1, left_out, 0).bool()
-            selected = by_group.where(open_groups.unsqueeze(-1), -torch.inf).flatten(1)
-            assert (selected.topk(4).indices != scores.topk(4).indices).any(), "the groups choose"
-        chosen = selected.topk(model.get("moe_router_topk", 2), dim=1).indices
-        shares = scores.gather(1, chosen)
-        shares = shares / shares.sum(1, keepdim=True) * (model.get("moe_router_topk_scaling_factor") or 1)
-    elif model.get("moe_router_pre_softmax"):
-        shares, chosen = scores.softmax(1).topk(2, dim=1)
-    else:
-        best, chosen = scores.topk(2, dim=1)
-        shares = best.softmax(1)
-    every = torch.stack([gated(expert) for expert in layer.experts.local_experts], dim=1)
-    wanted = (every.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[1])) * shares[:, :, None]).sum(1)
-    if layer.shared_experts is not None:
-        wanted = wanted + gated(layer.shared_experts)
-    return seen["y"].flatten(0, 1).detach().numpy(), wanted.detach().numpy()
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        {"moe_router_pre_softmax": True},
-        {"moe_router_score_function": "sigmoid"},
-        {"moe_shared_expert_intermediate_size": 16},
-        {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
-        IN_GROUPS,
-        IN_GROUPS | {"moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True},
-    ],
-    ids=str,
-)
-def test_a_layer_is_the_sum_of_its_best_experts(ranks, model):
-    found, wanted = ranks(1).run(layer_against_the_formula, model)[0]
-    assert found == pytest.approx(wanted, abs=1e-6)
-    assert abs(wanted).max() > 1e-2
 
 
 def steps_from(megatron, weights, fused, model):
@@ -129,14 +58,8 @@ def single_rank(ranks):
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_equal_one(ranks, single_rank, layout):
     weights, logprobs, metrics, end, balance = single_rank
-    for _, own_logprobs, own_metrics, own_end, own_balance in ranks(2).run(
-        # The reference is unfused.
-        steps_from,
-        TWO_RANKS[layout],
-        weights,
-        True,
-        BALANCED,
-    ):
+    given = TWO_RANKS[layout], weights, True, BALANCED  # the reference is unfused
+    for _, own_logprobs, own_metrics, own_end, own_balance in ranks(2).run(steps_from, *given):
         assert own_logprobs[0] == pytest.approx(logprobs[0], abs=2 * LOGPROBS)
         assert (own_logprobs[0] == own_logprobs[1]).all(), "a pass without gradients has no noise"
         for own, reference in zip(own_metrics, metrics, strict=True):
@@ -166,45 +89,30 @@ def test_spread_experts_start_different_and_all_else_equal(ranks):
     assert all(abs(a - b).max() > 1e-3 for i, a in enumerate(experts) for b in experts[:i])
 
 
-LAST_ROUTER = "module.decoder.layers.1.mlp.router.weight"
 COEFFICIENT = 0.5
 
 
-def router_gradients(coefficient, kind, megatron, weights, token_level, mbs, chunk_rows):
-    """A step of chunks: the routers' gradients by global name, what the last router saw, and the worker."""
+def router_gradients(coefficient, kind, token_level, mbs, chunk_rows):
+    """A step of chunks: the last router's gradient, its inputs and weight, and the batch."""
     model = EXPERTS | {"moe_aux_loss_coeff": coefficient, "moe_router_load_balancing_type": kind}
-    worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron, max_grad_norm=0.0))
-    if weights is not None:
-        tiny.load_full_weights(worker, weights)
-    start = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
+    worker = tiny.worker(tiny.policy_config(model=model, max_grad_norm=0.0))
     *_, last = (part for name, part in worker.backend.chunks[0].named_modules() if name.endswith("router"))
     router, seen = last.weight.detach().clone(), []
     last.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach().clone()))
-    batch = tiny.shard(tiny.grpo_batch())
+    batch, first = tiny.grpo_batch(), 0
     worker.begin_train_step(tiny.grpo_loss(token_level_loss=token_level), mbs=mbs)
-    first = 0
     for rows in chunk_rows:
         worker.train_microbatch(batch.slice(first, first + rows))
         first += rows
-    metrics = worker.finish_train_step()["moe_metrics"]
-    found = {
-        tiny.global_name(name, worker.policy): parameter.main_grad.clone()
-        for name, parameter in worker.backend.chunks[0].named_parameters()
-        if name.endswith("router.weight")
-    }
-    return start, found, (seen, router, batch), metrics
-
-
-def balancing_gradients(kind, megatron, weights, *step):
-    """What the load-balancing loss adds to the routers' gradients of a step."""
-    start, without, _, _ = router_gradients(0.0, kind, megatron, weights, *step)
-    _, found, saw, metrics = router_gradients(COEFFICIENT, kind, megatron, weights, *step)
-    return start, {name: (found[name] - without[name]).numpy() for name in found}, saw, metrics
+    worker.finish_train_step()
+    return last.weight.main_grad.clone(), seen, router, batch
 
 
 def balancing_gradient_and_oracle(kind, *step):
-    _, added, saw, _ = balancing_gradients(kind, {}, None, *step)
-    return added[LAST_ROUTER], weighted_mean_gradient(kind, *saw, *step)
+    """What the load-balancing loss adds to the last router's gradient of a step, and the oracle's."""
+    without, *_ = router_gradients(0.0, kind, *step)
+    found, *saw = router_gradients(COEFFICIENT, kind, *step)
+    return (found - without).numpy(), weighted_mean_gradient(kind, *saw, *step)
 
 
 def weighted_mean_gradient(kind, hiddens, router, batch, token_level, mbs, chunk_rows):
@@ -352,3 +260,54 @@ def test_ranks_that_share_experts_generate_prompts_of_any_lengths(ranks, stop_id
     for lengths, difference in found:
         assert difference < GENERATION
         assert (set(lengths) == {4}) == (not stop_ids)
+
+
+# Metrics are of real rows: neither a chunk without rows nor filled-up microbatches change them
+
+
+MOE_AGAIN = RECOMPUTED | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+FILLED_LAYOUTS = {
+    "one": (1, {}),
+    "recompute": (1, RECOMPUTED),
+    "ep2": (2, EP2),
+    "tp2-sp": (2, TP2_SP),
+    "pp2-recompute": (2, PP2 | RECOMPUTED),
+    "pp2-recompute-moe": (2, PP2 | MOE_AGAIN),
+}
+ALL, EMPTY = (0, 8), (0, 0)
+
+
+def balance_of_steps(megatron, kind, steps):
+    """The metric, and every gradient, of steps that move no weight; each is (microbatch size, rows of the chunks)."""
+    model = EXPERTS | BALANCED | {"moe_router_load_balancing_type": kind}
+    megatron = megatron | {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}}
+    worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron, max_grad_norm=0.0))
+    batch, found = tiny.grpo_batch(), []
+    for mbs, chunks in steps:
+        worker.begin_train_step(tiny.grpo_loss(), mbs=mbs, gbs=8)
+        for first, end in chunks:
+            rows = batch.slice(first, end)
+            worker.train_microbatch(tiny.shard(rows) if rows.size else rows)
+        (metric,) = worker.finish_train_step()["moe_metrics"].values()
+        found.append((metric, {name: value.numpy() for name, value in tiny.gradients(worker).items()}))
+    return found
+
+
+# A step of microbatches that are filled up, and each of its microbatches as a step without filling.
+FILLED = [(5, [ALL]), (5, [(0, 5)]), (3, [(5, 8)])]
+FILLED_ON_TWO = [(3, [(0, 6), (6, 8)]), (3, [(0, 6)]), (1, [(6, 8)])]
+
+
+@pytest.mark.quick_cases(
+    "one-seq_aux_loss", "recompute-seq_aux_loss", "pp2-recompute-moe-seq_aux_loss", "ep2-aux_loss"
+)
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("layout", FILLED_LAYOUTS)
+def test_filling_and_empty_chunks_do_not_count(ranks, layout, kind):
+    world_size, megatron = FILLED_LAYOUTS[layout]
+    steps = [(4, [ALL]), (4, [ALL, EMPTY]), *(FILLED_ON_TWO if layout == "ep2" else FILLED)]
+    for found in ranks(world_size).run(balance_of_steps, megatron, kind, steps):
+        (whole, gradients), (with_empty, same_gradients), (filled, _), *alone = found
+        assert with_empty == whole > 0.5
+        assert all((same_gradients[name] == gradients[name]).all() for name in gradients)
+        assert filled == pytest.approx(sum(metric for metric, _ in alone) / 2, rel=1e-6)

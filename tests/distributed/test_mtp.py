@@ -173,10 +173,7 @@ def single_rank(ranks):
 def test_every_layout_and_both_paths_train_alike(ranks, single_rank, layout, fused):
     weights, gradients, metrics, losses = single_rank
     one = layout == "recompute"
-    megatron = TWO_RANKS[layout] | {
-        "use_fused_linear_logprobs": fused,
-        "fused_linear_logprobs_chunk_size": 5,
-    }
+    megatron = TWO_RANKS[layout] | {"use_fused_linear_logprobs": fused, "fused_linear_logprobs_chunk_size": 5}
     rows = 4 if layout == "dp2" else 8
     for _, own_gradients, own_metrics, own_losses in ranks(1 if one else 2).run(
         step_of, megatron, {}, weights, rows

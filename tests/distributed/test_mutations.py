@@ -1,14 +1,8 @@
-"""Known mistakes are noticed by the checks of the test suite; `tests/mutations` has the tables."""
+"""Known mistakes are noticed by the checks of the test suite; tests/mutations/known_mistakes.py has them."""
 
 import pytest
-from mutations import context_parallel_mutations, meeting_mutations, train_step_mutations
-from mutations.harness import caught_by, failure
+from mutations.known_mistakes import MUTATIONS, caught_by, failure
 
-MUTATIONS = (
-    *train_step_mutations.MUTATIONS,
-    *meeting_mutations.MUTATIONS,
-    *context_parallel_mutations.MUTATIONS,
-)
 pytestmark = pytest.mark.exhaustive
 
 

@@ -15,11 +15,12 @@ EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff"
 TIED = {"tie_word_embeddings": True}
 PLAIN = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
 PIPELINE = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+FOUR = {"num_layers": 4}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT = {"expert_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 SMALL_BUCKETS = 3000
-EVERYTHING = 10**9
 
 # Name: number of ranks, then the sections of the policy.
 LAYOUTS = {
@@ -38,18 +39,9 @@ LAYOUTS = {
     "dp2-tp2-sp": (4, {"megatron": TENSOR}),
     "dp2-pp2": (4, {"model": TIED, "megatron": PIPELINE}),
     "dp2-pp2-plain-optimizer": (4, {"megatron": PIPELINE | PLAIN}),
-    "dp2-pp2-vpp2": (
-        4,
-        {"model": {"num_layers": 4}, "megatron": PIPELINE | {"virtual_pipeline_model_parallel_size": 2}},
-    ),
+    "dp2-pp2-vpp2": (4, {"model": FOUR, "megatron": INTERLEAVED}),
     "cp2": (2, {"megatron": CONTEXT}),
-    "cp2-pp2-vpp2": (
-        4,
-        {
-            "model": {"num_layers": 4},
-            "megatron": CONTEXT | PIPELINE | {"virtual_pipeline_model_parallel_size": 2},
-        },
-    ),
+    "cp2-pp2-vpp2": (4, {"model": FOUR, "megatron": CONTEXT | INTERLEAVED}),
     "dp4-ep2": (4, {"model": EXPERTS, "megatron": EXPERT}),
     "dp2-tp2-sp-ep2": (4, {"model": EXPERTS, "megatron": TENSOR | EXPERT}),
 }

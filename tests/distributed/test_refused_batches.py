@@ -6,7 +6,8 @@ import torch
 import worker_state
 from refusals import refused
 
-from nemo_rl_mcore.losses import DistillationLossFn
+from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.losses import DistillationLossFn, make_loss
 from nemo_rl_mcore.rank.train_step import Phase
 
 # The stages of a pipeline, the parts of a layer, and one rank alone.
@@ -20,12 +21,6 @@ LAYOUTS = {
 def broken_batches():
     """A batch for each kind of mistake, and what is said of it."""
 
-    def changed(key, value, row, column):
-        batch = tiny.grpo_batch(seed=5)
-        batch[key] = batch[key].clone()
-        batch[key][row, column] = value
-        return batch
-
     def replaced(key, change):
         batch = tiny.grpo_batch(seed=5)
         batch[key] = change(batch[key])
@@ -37,10 +32,9 @@ def broken_batches():
         "advantages: missing": lacking,
         "advantages: shape [8, 11]": replaced("advantages", lambda values: values[:, 1:]),
         "prev_logprobs: int64": replaced("prev_logprobs", torch.Tensor.long),
-        "prev_logprobs: -inf": changed("prev_logprobs", -torch.inf, 0, 5),
-        "generation_logprobs: nan": changed("generation_logprobs", torch.nan, 0, 5),
-        "input_ids: 32": changed("input_ids", tiny.VOCABULARY, 3, 1),
-        "token_mask: 0.5": changed("token_mask", 0.5, 4, 3),
+        "prev_logprobs: inf": replaced("prev_logprobs", lambda values: torch.full_like(values, torch.inf)),
+        "generation_logprobs: nan": replaced("generation_logprobs", lambda values: values * torch.nan),
+        "input_ids: 32": replaced("input_ids", lambda ids: ids + tiny.VOCABULARY - ids.max()),
         "input_lengths: 13": replaced("input_lengths", lambda lengths: lengths + 1),
     }
 
@@ -125,35 +119,28 @@ def test_a_critic_refuses_rows_beyond_its_positions(ranks):
     assert ranks(1).run(values_of_wrong_rows) == [True]
 
 
+BROKEN_TEACHERS = {
+    "teacher_topk_indices: missing": lambda told: told.pop("teacher_topk_indices"),
+    "teacher_topk_logits: shape [8, 12, 4]": lambda told: told.update(
+        teacher_topk_logits=told["teacher_topk_logits"][..., 1:]
+    ),
+    "teacher_topk_indices: 32": lambda told: told["teacher_topk_indices"][0, 4].fill_(32),
+    "teacher_logsumexp: -inf": lambda told: told["teacher_logsumexp"][0, 4].fill_(-torch.inf),
+}
+
+
 def losses_of_a_teacher(broken):
     worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
     batch = tiny.grpo_batch()
-    said = worker.get_topk_logits(data=batch, k=5)
-    for name, value in said.items():
+    for name, value in worker.get_topk_logits(data=batch, k=5).items():
         batch[f"teacher_{name}"] = value
-    match broken:
-        case "teacher_topk_indices: missing":
-            del batch["teacher_topk_indices"]
-        case "teacher_topk_logits: shape [8, 12, 4]":
-            batch["teacher_topk_logits"] = batch["teacher_topk_logits"][..., 1:]
-        case "teacher_topk_indices: 32":
-            batch["teacher_topk_indices"][0, 4, 0] = 32
-        case "teacher_logsumexp: -inf":
-            batch["teacher_logsumexp"][0, 4] = -torch.inf
+    BROKEN_TEACHERS[broken](batch)
     with refused("batch") as caught:
         worker.train(batch, DistillationLossFn({}))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "teacher_topk_indices: missing",
-        "teacher_topk_logits: shape [8, 12, 4]",
-        "teacher_topk_indices: 32",
-        "teacher_logsumexp: -inf",
-    ],
-)
+@pytest.mark.parametrize("broken", BROKEN_TEACHERS)
 def test_what_a_teacher_did_not_say_is_refused_on_every_stage(ranks, broken):
     for message in ranks(2).run(losses_of_a_teacher, broken):
         assert f"\n  {broken}" in message
@@ -179,3 +166,25 @@ def phase_after_a_row_above_the_budget(section):
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_a_row_above_a_token_budget_leaves_the_step_open(ranks, section):
     assert ranks(1).run(phase_after_a_row_above_the_budget, section) == [("open", True)]
+
+
+# A loss of the user's own that raises on the ranks
+
+
+def raised_by_a_loss(layout):
+    """What `train` raises, and whether the worker trains as if nothing had been."""
+    worker = tiny.worker(tiny.policy_config(megatron=layout))
+    before = worker_state.capture(worker)
+    with pytest.raises(ValueError, match="custom_parts") as caught:
+        worker.train(tiny.grpo_batch(), make_loss(ClippedPGLossConfig(type="custom_parts:Leaving")))
+    worker.abort_train_step()
+    return str(caught.value), worker_state.differences(before, worker_state.capture(worker))
+
+
+def test_it_is_named_by_its_key_and_its_line(ranks):
+    [(text, differences)] = ranks(1).run(raised_by_a_loss, {})
+    first, *shown = text.splitlines()
+    assert first.startswith("loss_fn.type: custom_parts:Leaving.sums raised SystemExit: a loss that leaves (")
+    assert first.rpartition(":")[0].endswith("custom_parts.py")
+    assert shown[-1] == "SystemExit: a loss that leaves"
+    assert differences == []

@@ -1,6 +1,5 @@
 """Over episodes of several turns the ids that are trained on are those that were drawn, and so are the numbers."""
 
-import asyncio
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,18 +8,11 @@ import pytest
 import tiny
 import torch
 from chat_templates import APPENDING, byte_tokenizer
-from engine_contract import load
 from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
 from tolerances import GENERATION
 
-from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
-from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
-from nemo_rl_mcore.engine.engine import Sampling
-from nemo_rl_mcore.ops.sampling import sample_keys
-from nemo_rl_mcore.rank import rendezvous
 
 
 def tokenizer_of(kind, folder):
@@ -49,51 +41,18 @@ def of_ranks(policy, stop_ids, drawn):
     return ask, worker
 
 
-def of_engine(policy, stop_ids, drawn):
-    """As `of_ranks`, of an engine with its weights; the driver's handle asks it in the same way."""
-    worker = tiny.worker(policy, seed=SEED)
-    tensors = [(name, tensor.clone()) for name, tensor in worker.backend.full_tensors()]
-    worker.shutdown()
-    tiny.leave()
-    rendezvous.leave()
-    loop, sampling = asyncio.new_event_loop(), Sampling(NEW_TOKENS, TEMPERATURE, stop_ids=tuple(stop_ids))
-
-    async def opened():
-        engine = EmbeddedEngine(EmbeddedSettings(policy))
-        await load(engine, tensors, 0, bucket_bytes=1 << 20)
-        return engine
-
-    engine = loop.run_until_complete(opened())
-
-    def ask(data, step):
-        keys = sample_keys(SEED, step, data["prompt_index"], data["sample_index"], data.get("turn_index"))
-        strings = data.get("stop_strings", [()] * data.size)
-        requests = as_requests(BatchedDataDict(data, seeds=keys, stop_strings=strings))
-        responses = loop.run_until_complete(engine.generate(requests, sampling, 0))
-        for request, response in zip(requests, responses, strict=True):
-            drawn.note(request.seed, response.tokens)
-        return as_batch(responses, NEW_TOKENS)
-
-    return ask, None
-
-
-def played(kind, who, folder, samples):
+def played(kind, folder, samples):
     """The facts of episodes: what was drawn and is trained on, and how they went."""
     name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
     tokenizer, policy = config_of(name, 128)
-    opened, drawn = (of_ranks if who == "rank_0" else of_engine), episodes.Drawn()
-    ask, worker = opened(policy, episodes.stop_ids(tokenizer), drawn)
+    drawn = episodes.Drawn()
+    ask, worker = of_ranks(policy, episodes.stop_ids(tokenizer), drawn)
     rollout = episodes.play(ask, tokenizer, chat=chat, tokens=128, samples=samples)
     batch = rollout.batch
     require_sampled_ids(batch)
-    difference = None
-    if worker is not None:
-        found = worker.get_logprobs(data=batch)["logprobs"]
-        difference = float(((found - batch["generation_logprobs"]).abs() * batch["token_mask"]).max())
-    encoded_anew = 0
+    found = worker.get_logprobs(data=batch)["logprobs"]
+    difference = float(((found - batch["generation_logprobs"]).abs() * batch["token_mask"]).max())
     trained = episodes.trained_by_key(batch)
-    for ids in trained.values():
-        encoded_anew += encoded(tokenizer, ids) != ids
     return {
         "rows": batch.size,
         "drawn": {**drawn},
@@ -101,7 +60,7 @@ def played(kind, who, folder, samples):
         "turns": batch["turn_of_token"].amax(1).tolist(),
         "endings": sorted(set(batch["ending"].tolist())),
         "difference": difference,
-        "encoded_anew": encoded_anew,
+        "encoded_anew": sum(encoded(tokenizer, ids) != ids for ids in trained.values()),
     }
 
 
@@ -112,17 +71,15 @@ def encoded(tokenizer, ids):
         return None
 
 
-@pytest.mark.parametrize("who", ["rank_0", "engine_0"])
 @pytest.mark.parametrize("kind", ["characters", "bytes", "template"])
-def test_what_is_trained_on_is_what_was_drawn(ranks, tmp_path, kind, who):
-    [found] = ranks(1).run(played, kind, who, str(tmp_path), 8)
+def test_what_is_trained_on_is_what_was_drawn(ranks, tmp_path, kind):
+    [found] = ranks(1).run(played, kind, str(tmp_path), 8)
     assert found["rows"] == 200
     assert found["trained"] == found["drawn"]
     assert {*found["turns"]} == {1, 2, 3, 4}
     if kind != "characters":
         assert found["encoded_anew"] > 50, "the ids that their texts are encoded to would be other ones"
-    if who == "rank_0":
-        assert found["difference"] < GENERATION
+    assert found["difference"] < GENERATION
 
 
 def gradients_of_observations(fused):

@@ -230,8 +230,8 @@ def _sections(name: str, size: int, model: ModelConfig) -> list[int]:
         (slot.layout for slot in slots if re.fullmatch(rf".*\.({slot.megatron})", name)), REPLICATED
     )
     if layout.sections is not None:
-        return [*layout.sections(model)]
-    return [size // 2] * 2 if layout.packing is Packing.GATED else [size]
+        return [part for tensor in layout.sections(model) for part in tensor]
+    return [size // 2] * 2 if layout.packing is Packing.JOINED else [size]
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tiny
 import torch
 
-from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
-State = dict[str, Any]
-
-
-def capture(of: MegatronPolicyWorker) -> State:
+def capture(of):
     """Copies of all tensors, and the values of schedule, generators, hooks and modes."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    found: State = {name: tensor.detach().clone() for name, tensor in _tensors(of).items()}
+    found = {name: tensor.detach().clone() for name, tensor in _tensors(of).items()}
     found["generator"] = torch.get_rng_state()
     found["tracker"] = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
     return found | _settings(of)
 
 
-def differences(left: State, right: State) -> list[str]:
+def differences(left, right):
     """The names under which two states do not agree in every bit."""
     shared = left.keys() & right.keys()
     changed = {name for name in shared if not _same(left[name], right[name])}
     return sorted(changed | (left.keys() ^ right.keys()))
 
 
-def restore(to: MegatronPolicyWorker, state: State) -> None:
+def restore(to, state):
     """Set a state without gradients back. The optimizer must have the moments it had then, whatever their values."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -43,7 +37,7 @@ def restore(to: MegatronPolicyWorker, state: State) -> None:
     to.backend.scheduler.step(0)
 
 
-def with_dropout(worker: MegatronPolicyWorker, probability: float = 0.2) -> MegatronPolicyWorker:
+def with_dropout(worker, probability=0.2):
     """The worker, whose passes now draw from the generator: a step differs unless that is restored."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -54,7 +48,7 @@ def with_dropout(worker: MegatronPolicyWorker, probability: float = 0.2) -> Mega
     return worker
 
 
-def prepared(sections: dict[str, Any], **options: Any) -> MegatronPolicyWorker:
+def prepared(sections, **options):
     """A worker that has trained one step, so that its optimizer has moments, and cleared its gradients."""
     worker = with_dropout(tiny.worker(tiny.policy_config(**sections), **options))
     hooks = dict(vars(worker.backend.config))
@@ -64,13 +58,13 @@ def prepared(sections: dict[str, Any], **options: Any) -> MegatronPolicyWorker:
     return worker
 
 
-def inner_optimizers(of: MegatronPolicyWorker) -> list[torch.optim.Optimizer]:
+def inner_optimizers(of):
     """The torch optimizers that hold main parameters and moments."""
     return [part.optimizer for part in of.backend.optimizer.chained_optimizers]
 
 
-def _tensors(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _tensors(of):
+    found = {}
     for stage, chunk in enumerate(of.backend.chunks):
         for name, parameter in chunk.named_parameters():
             found[f"parameter {stage}.{name}"] = parameter
@@ -86,7 +80,7 @@ def _tensors(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
     return found
 
 
-def _settings(of: MegatronPolicyWorker) -> State:
+def _settings(of):
     backend = of.backend
     bucket_groups = [group for chunk in backend.chunks for group in chunk.bucket_groups]
     parameters = [parameter for chunk in backend.chunks for parameter in chunk.parameters()]
@@ -107,7 +101,7 @@ def _settings(of: MegatronPolicyWorker) -> State:
     }
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left, right):
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):

@@ -1,17 +1,13 @@
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from grpo_run import Run
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(tmp_path):
     """`start(name, *overrides, **keys)`: a run in a folder of that name, with its checkpoints."""
-    started: list[Run] = []
+    started = []
 
-    def run(name: str, *overrides: str, **keys: Any) -> Run:
+    def run(name, *overrides, **keys):
         folder = f"checkpointing.checkpoint_dir={tmp_path / name / 'checkpoints'}"
         started.append(Run(tmp_path / name, folder, "logger.tensorboard_enabled=false", *overrides, **keys))
         return started[-1]

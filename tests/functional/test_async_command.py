@@ -10,16 +10,12 @@ from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("processes")
 
-EXHAUSTIVE, NIGHTLY = pytest.mark.exhaustive, pytest.mark.nightly
-
 BESIDE = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false")
 TIS = (
     "loss_fn.use_importance_sampling_correction=true",
     *("loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"),
 )
-OVERLAP = tuple(
-    f"policy.megatron_cfg.distributed_data_parallel_config.{key}" for key in ("overlap_grad_reduce=true",)
-)
+OVERLAP = ("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce=true",)
 # Ranks that share sequences sample by another way than an engine; here both runs have one.
 SHARED = (
     "policy.megatron_cfg.context_parallel_size=2",
@@ -28,9 +24,7 @@ SHARED = (
 )
 
 
-def equal_at_age_0(
-    start, algorithm, steps, common, models=("policy",), recipe=RECIPE
-) -> list[dict[str, float]]:
+def equal_at_age_0(start, algorithm, steps, common, models=("policy",), recipe=RECIPE):
     """Run asynchronously at age 0 and synchronously, see that both are one to the bit, and return the rows."""
     section = f"{algorithm}.async_{algorithm}"
     common = (
@@ -66,6 +60,7 @@ def equal_at_age_0(
         pytest.param(5, 2, (*TIS, "policy.train_global_batch_size=64"), marks=pytest.mark.exhaustive),
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.nightly),
+        pytest.param(5, 2, ("grpo.use_dynamic_sampling=true",), marks=pytest.mark.exhaustive),
         pytest.param(5, 2, OVERLAP, marks=pytest.mark.nightly),
         pytest.param(5, 2, SHARED, marks=pytest.mark.nightly),
     ],
@@ -74,11 +69,12 @@ def equal_at_age_0(
         "four-optimizer-steps",
         "one-rank-tis",
         "two-ranks",
+        "dynamic-sampling",
         "two-ranks-overlap",
         "two-ranks-share-rows",
     ],
 )
-def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start, steps, ranks, correction) -> None:
+def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start, steps, ranks, correction):
     common = (
         *("grpo.val_period=2", "grpo.max_val_samples=16", "loss_fn.reference_policy_kl_penalty=0.05"),
         *(f"cluster.cpu_workers_per_node={ranks}", *correction),
@@ -89,29 +85,22 @@ def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start, steps, ranks, c
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "recipe", "overrides", "models"),
+    ("algorithm", "models"),
     [
-        pytest.param(
-            "grpo", "grpo_copy_async_cpu", ("policy.train_global_batch_size=128",), ("policy",), marks=NIGHTLY
-        ),
-        pytest.param(
-            "grpo", "grpo_copy_async_cpu", ("grpo.use_dynamic_sampling=true",), ("policy",), marks=EXHAUSTIVE
-        ),
-        pytest.param("ppo", "ppo_async_cpu", (), ("policy", "value"), marks=EXHAUSTIVE),
-        pytest.param("dpo", "dpo_async_cpu", (), ("policy",), marks=NIGHTLY),
-        pytest.param("distillation", "distillation_async_cpu", (), ("policy",), marks=NIGHTLY),
+        pytest.param("ppo", ("policy", "value"), marks=pytest.mark.exhaustive),
+        pytest.param("dpo", ("policy",), marks=pytest.mark.nightly),
+        pytest.param("distillation", ("policy",), marks=pytest.mark.nightly),
     ],
-    ids=["two optimizer steps", "dynamic sampling", "ppo", "dpo", "distillation"],
 )
-def test_so_are_runs_of_every_algorithm(start, tmp_path, algorithm, recipe, overrides, models) -> None:
+def test_so_are_runs_of_every_algorithm(start, tmp_path, algorithm, models):
     learns_from = (teacher(tmp_path),) if algorithm == "distillation" else ()
-    common = (f"{algorithm}.val_at_end=false", *overrides, *learns_from)
-    equal_at_age_0(start, algorithm, 5, common, models, RECIPE.with_name(f"{recipe}.yaml"))
+    common = (f"{algorithm}.val_at_end=false", *learns_from)
+    equal_at_age_0(start, algorithm, 5, common, models, RECIPE.with_name(f"{algorithm}_async_cpu.yaml"))
 
 
 @pytest.mark.exhaustive_cases("asynchronous")
 @pytest.mark.parametrize("how", [(), (*BESIDE, *TIS)], ids=["synchronous", "asynchronous"])
-def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start, how) -> None:
+def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start, how):
     run = start(
         "run", "grpo.max_num_steps=500", "checkpointing.enabled=true", "checkpointing.save_period=99999", *how
     )

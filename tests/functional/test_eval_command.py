@@ -1,61 +1,16 @@
-"""`nemo-rl-mcore eval` and `generate` in processes of their own: killed, started again, and over a bare folder."""
+"""`nemo-rl-mcore eval` and `generate` in processes of their own: over a bare folder, with a session and without."""
 
 import json
 import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from commands import run
 from hidden_packages import HIDE
-from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("distributed")
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
-FILES = ("digits.jsonl", "results.json")
-
-
-def ended_by(number, samples):
-    """Signals a process once there are so many samples."""
-
-    def end(process):
-        deadline = time.monotonic() + 200
-        while not (samples.exists() and samples.read_bytes().count(b"\n") >= 2):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(number)
-
-    return end
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=["kill", "ctrl_c"]
-)
-def test_an_evaluation_that_was_ended_goes_on_to_the_same_files(tmp_path, number, status):
-    rows = [{"input": f"{value}>", "output": str(value)} for value in range(100, 1000)]
-    (tmp_path / "digits.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "recipe.yaml").write_text(
-        f"defaults: {RECIPE}\ngrpo: {{val_batch_size: 4}}\ncluster: {{cpu_workers_per_node: 1}}\n"
-        "eval: {sets: {digits: {data_path: digits.jsonl}}, num_tests_per_prompt: 2, temperature: 1.0}\n"
-    )
-    asked = ("eval", "--config", "recipe.yaml")
-    whole = run(*asked, "logger.log_dir=whole", folder=tmp_path)
-    assert whole[0] == 0, whole
-    samples = tmp_path / "ended/eval/digits.jsonl"
-    ended = run(*asked, "logger.log_dir=ended", folder=tmp_path, end=ended_by(number, samples))
-    assert ended[0] == status, ended
-    if number == signal.SIGINT:
-        assert_holds(ended[2], "interrupted; ", "ended")
-    assert 0 < samples.read_bytes().count(b"\n") < 1800
-    again = run(*asked, "logger.log_dir=ended", folder=tmp_path)
-    assert again[0] == 0, again
-    assert " samples " in again[1]
-    for name in FILES:
-        assert (tmp_path / "ended/eval" / name).read_bytes() == (tmp_path / "whole/eval" / name).read_bytes()
 
 
 def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):

@@ -4,7 +4,6 @@ The model is one of transformers, two layers deep; the run has two ranks, so tha
 """
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from grpo_run import Run
 from nemo_rl_formulas import (
     Faults,
-    Row,
     Rows,
     Trainer,
     advantages,
@@ -70,16 +68,14 @@ class Finished:
     folder: Path
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self):
         return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
 
-    def trainer(self, steps: int, faults: Faults) -> Trainer:
+    def trainer(self, steps, faults):
         return Trainer(self.theirs, self.folder / "model", steps, faults)
 
 
-def finished(
-    folder: Path, algorithm: str, base: str, theirs: tuple[str, ...], ours: tuple[str, ...] = ()
-) -> Finished:
+def finished(folder, algorithm, base, theirs, ours=()):
     """Migrate, and run what was written."""
     model = folder / "model"
     save_model(model)
@@ -103,7 +99,7 @@ def finished(
     return Finished(migrate(THEIRS / f"{base}.yaml", changes).read.tree, folder)
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder):
     torch.manual_seed(5)
     config = transformers.Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -113,7 +109,7 @@ def save_model(folder: Path) -> None:
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def differences(told: dict[str, float], expected: dict[str, float]) -> set[str]:
+def differences(told, expected):
     return {name for name, value in expected.items() if abs(told[name] - value) > CLOSE * max(1, abs(value))}
 
 
@@ -128,25 +124,22 @@ GRPO = (
 
 
 @pytest.fixture(scope="module")
-def grpo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+def grpo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
-    ours = (
-        "++env.rewards={digits: 'toy_rewards:digits'}",
-        "++logger.answers_with_tokens=16",
-    )
+    ours = ("++env.rewards={digits: 'toy_rewards:digits'}", "++logger.answers_with_tokens=16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         yield finished(folder, "grpo", "grpo_math_1B_megatron", with_rows(GRPO, folder), ours)
 
 
-def with_rows(overrides: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+def with_rows(overrides, folder):
     return tuple(
         text.replace("$ROWS", str(folder / "rows.jsonl")).replace("$PAIRS", str(folder / "pairs.jsonl"))
         for text in overrides
     )
 
 
-def wrong_in_grpo(run: Finished, faults: Faults) -> set[str]:
+def wrong_in_grpo(run, faults):
     """What of the run is not what the formulas give."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer")
     ids_of = {tokenizer.decode([token]): token for token in range(VOCABULARY)}
@@ -186,7 +179,7 @@ def wrong_in_grpo(run: Finished, faults: Faults) -> set[str]:
     return wrong
 
 
-def _answered(tokenizer: Any, ids_of: dict[str, int], answer: dict[str, Any]) -> tuple[list[int], list[bool]]:
+def _answered(tokenizer, ids_of, answer):
     message = [{"role": "user", "content": ROWS[answer["prompt_index"]]["input"]}]
     shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(shown, add_special_tokens=False)["input_ids"]
@@ -194,7 +187,7 @@ def _answered(tokenizer: Any, ids_of: dict[str, int], answer: dict[str, Any]) ->
     return [*prompt, *sampled], [*[False] * len(prompt), *(bool(one) for one in answer["tokens"]["mask"])]
 
 
-def test_grpo(grpo: Finished) -> None:
+def test_grpo(grpo):
     """Two optimizer steps a rollout, with clipped ratios and a reference, on packed rows."""
     assert wrong_in_grpo(grpo, Faults()) == set()
     assert len(grpo.metrics) == STEPS
@@ -225,26 +218,26 @@ SFT = (
 
 
 @pytest.fixture(scope="module")
-def dpo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def dpo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dpo")
     return finished(folder, "dpo", f"dpo-{FUSED}", with_rows(DPO, folder))
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def sft(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
     return finished(folder, "sft", f"sft-{FUSED}", with_rows(SFT, folder))
 
 
-def wrong_in_dpo(run: Finished, faults: Faults) -> set[str]:
+def wrong_in_dpo(run, faults):
     """What of the run is not what the formulas give; a call of `train` takes the rows of four pairs."""
 
-    def rows_of(tokenizer: Any, pair: dict[str, str]) -> list[Row]:
+    def rows_of(tokenizer, pair):
         asked = {"role": "user", "content": pair["prompt"]}
         answers = [{"role": "assistant", "content": pair[key]} for key in ("chosen", "rejected")]
         return [conversation(tokenizer, [asked, answer], opened=False, faults=faults) for answer in answers]
 
-    def loss_of(trainer: Trainer, rows: Rows) -> torch.Tensor:
+    def loss_of(trainer, rows):
         with torch.no_grad():
             reference = trainer.logprobs(rows, trainer.reference)
         return preference_loss(trainer.logprobs(rows), reference, rows.mask, run.theirs["dpo"], faults)
@@ -252,10 +245,10 @@ def wrong_in_dpo(run: Finished, faults: Faults) -> set[str]:
     return _wrong_in_given(run, PAIRS, rows_of, loss_of, faults)
 
 
-def wrong_in_sft(run: Finished, faults: Faults) -> set[str]:
+def wrong_in_sft(run, faults):
     """What of the run is not what the formulas give; the recipe has a template, which ends no answer."""
 
-    def rows_of(tokenizer: Any, row: dict[str, str]) -> list[Row]:
+    def rows_of(tokenizer, row):
         tokenizer.chat_template = run.theirs["policy"]["tokenizer"]["chat_template"]
         messages = [
             {"role": "user", "content": row["input"]},
@@ -264,19 +257,13 @@ def wrong_in_sft(run: Finished, faults: Faults) -> set[str]:
         opened = run.theirs["data"]["add_generation_prompt"]
         return [conversation(tokenizer, messages, opened=opened, faults=faults)]
 
-    def loss_of(trainer: Trainer, rows: Rows) -> torch.Tensor:
+    def loss_of(trainer, rows):
         return -token_mean(trainer.logprobs(rows), rows.mask, faults)
 
     return _wrong_in_given(run, ROWS, rows_of, loss_of, faults)
 
 
-def _wrong_in_given(
-    run: Finished,
-    data: list[dict[str, str]],
-    rows_of: Callable[[Any, dict[str, str]], list[Row]],
-    loss_of: Callable[[Trainer, Rows], torch.Tensor],
-    faults: Faults,
-) -> set[str]:
+def _wrong_in_given(run, data, rows_of, loss_of, faults):
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer")
     trainer, wrong = run.trainer(1, faults), set[str]()
     for step, told in enumerate(run.metrics):
@@ -288,14 +275,14 @@ def _wrong_in_given(
     return wrong
 
 
-def test_dpo(dpo: Finished) -> None:
+def test_dpo(dpo):
     """Fused log-probabilities, pairs of which the whole turn counts, and the likelihood of the chosen answers."""
     assert wrong_in_dpo(dpo, Faults()) == set()
     assert len(dpo.metrics) == STEPS
     assert [row["train/lr"] for row in dpo.metrics][:3] == pytest.approx(RATES[:3])
 
 
-def test_sft(sft: Finished) -> None:
+def test_sft(sft):
     """Fused log-probabilities, a template of the recipe, and an end of sequence that it does not write."""
     assert wrong_in_sft(sft, Faults()) == set()
     assert len(sft.metrics) == STEPS
@@ -318,5 +305,5 @@ WRONG = {"grpo": wrong_in_grpo, "dpo": wrong_in_dpo, "sft": wrong_in_sft}
         ("sft", Faults(imitated="unended"), "train/loss"),
     ],
 )
-def test_another_formula_is_seen(request, algorithm: str, faults: Faults, seen: str) -> None:
+def test_another_formula_is_seen(request, algorithm, faults, seen):
     assert seen in WRONG[algorithm](request.getfixturevalue(algorithm), faults)

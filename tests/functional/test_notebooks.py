@@ -2,9 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from doc_pages import REPO
@@ -13,12 +10,9 @@ NOTEBOOK = REPO / "examples/train_in_a_notebook.ipynb"
 CELLS = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
 FIGURE = "application/vnd.plotly.v1+json"
 
-Message = dict[str, Any]
-Heard = Callable[[Message], None]
-
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> Iterator["Kernel"]:
+def kernel(tmp_path):
     from jupyter_client.manager import start_new_kernel
 
     of_its_own = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
@@ -33,15 +27,15 @@ def kernel(tmp_path: Path) -> Iterator["Kernel"]:
 class Kernel:
     """Runs cells, each within three minutes."""
 
-    def __init__(self, manager: Any, client: Any) -> None:
+    def __init__(self, manager, client):
         self.interrupt = manager.interrupt_kernel
         self._client = client
 
-    def run(self, code: str, heard: Heard | None = None, *, fails: bool = False) -> list[Message]:
+    def run(self, code, heard=None, *, fails=False):
         """Run code, and return its outputs; heard: is told each as it comes."""
-        outputs: list[Message] = []
+        outputs = []
 
-        def keep(message: Message) -> None:
+        def keep(message):
             if message["msg_type"] in ("stream", "display_data", "execute_result", "error"):
                 outputs.append({"type": message["msg_type"], **message["content"]})
                 if heard is not None:
@@ -52,11 +46,11 @@ class Kernel:
         return outputs
 
 
-def printed(outputs: list[Message]) -> str:
+def printed(outputs):
     return "".join(one["text"] for one in outputs if one["type"] == "stream" and one["name"] == "stdout")
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_the_notebook_is_kept_without_outputs():
     assert [cell for cell in CELLS.values() if cell["cell_type"] == "code"]
     for cell in CELLS.values():
         assert not cell.get("outputs"), cell["id"]
@@ -66,14 +60,14 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.needs("notebook")
-def test_the_notebook_trains_and_plots_although_it_is_interrupted(kernel: "Kernel", tmp_path: Path) -> None:
+def test_the_notebook_trains_and_plots_although_it_is_interrupted(kernel, tmp_path):
     steps = 50
     code = {name: "".join(cell["source"]) for name, cell in CELLS.items() if cell["cell_type"] == "code"}
     for name in ("data", "functions", "run"):
         outputs = kernel.run(code[name])
     assert "samples" in outputs[-1]["data"]["text/plain"]
 
-    def interrupt_after_some(output: Message) -> None:
+    def interrupt_after_some(output):
         if "5: " in output.get("text", ""):
             kernel.interrupt()
 

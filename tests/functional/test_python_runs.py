@@ -1,6 +1,7 @@
 """Runs from Python: the same bits as by command; one that was left goes on, and leaves the process as it was."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,48 +135,9 @@ if __name__ == "__main__":
     print("steps", [int(row["step"]) for row in run.metrics()])
 """
 )
-CHANGED = (
-    COMMON
-    + """
-from nemo_rl_mcore import ChangedRunError
 
 
-def near(responses):
-    return [SCALE * len(response) for response in responses]
-
-
-def run(rows=answers, **given):
-    sampled = common | {"train": rows, "prompts_per_step": 4, "generations": 4, "max_new_tokens": 4}
-    return GRPO(None, reward=near, **sampled | given)
-
-
-def refused(**given):
-    try:
-        run(**given).train()
-    except ChangedRunError as error:
-        print("refused", sorted(error.keys))
-
-
-def steps():
-    return [int(row["step"]) for row in run().metrics()]
-
-
-if __name__ == "__main__":
-    SCALE = 1.0
-    run(steps=1).train()
-    run(steps=1).train()
-    SCALE = -1.0
-    refused(steps=1)
-    refused(steps=2, rows=answers[:9], lr=2e-3)
-    run(steps=2, resume="must").train()
-    print("steps", steps())
-    run(steps=1, resume="never", rows=answers[:9]).train()
-    print("steps", steps())
-"""
-)
-
-
-def python(folder: Path, script: str, *arguments: str) -> str:
+def python(folder, script, *arguments):
     (folder / "script.py").write_text(script)
     (folder / "rewards_of_run.py").write_text(REWARDS)
     command = [sys.executable, str(folder / "script.py"), str(folder), *arguments]
@@ -185,9 +147,7 @@ def python(folder: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_was_left_goes_on_with_classes_of_the_script_and_leaves_nothing_to_the_next(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_left_goes_on_with_classes_of_the_script_and_leaves_nothing_to_the_next(tmp_path):
     told = python(tmp_path, ONE_AFTER_THE_OTHER).splitlines()
     expected = ["left [1, 2]", "527>", "True", "hf", "True", "steps [1, 2, 3, 4]"]
     assert [line for line in told if line in expected] == expected
@@ -195,27 +155,8 @@ def test_a_run_that_was_left_goes_on_with_classes_of_the_script_and_leaves_nothi
 
 
 @pytest.mark.exhaustive
-def test_a_changed_experiment_does_not_go_on_in_silence_and_loses_nothing_of_the_first(
-    tmp_path: Path,
-) -> None:
-    told = python(tmp_path, CHANGED).splitlines()
-    lr = "policy.megatron_cfg.optimizer.lr"
-    assert [line for line in told if line.startswith(("refused", "steps"))] == [
-        "refused ['env.rewards.near']",
-        f"refused {['data.train.data_path', 'env.rewards.near', lr]}",
-        "steps [1, 2]",
-        "steps [1]",
-    ]
-    rows = sorted(len(path.read_text().splitlines()) for path in tmp_path.glob("python/data/*/train.jsonl"))
-    assert rows == [9, 40]
-    assert (tmp_path / "python/checkpoints/aside_step_2").is_dir()
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distillation", "sft", "dpo"])
-def test_the_same_recipe_by_command_has_the_same_bits(
-    tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_recipe_by_command_has_the_same_bits(tmp_path, algorithm, monkeypatch):
     python(tmp_path, OF_EACH_ALGORITHM, algorithm)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -230,3 +171,38 @@ def test_the_same_recipe_by_command_has_the_same_bits(
             tensors_in(one / "checkpoints/step_4" / model) for one in (tmp_path / "python", by_command)
         )
         assert_same_tensors(first, second)
+
+
+# Data set, reward and loss of the user's own, by the command
+
+
+REPOSITORY = Path(__file__).parents[2]
+OWN_PARTS = REPOSITORY / "tests/custom_parts.py"
+RECIPE_OF_OWN_PARTS = f"""
+defaults: {REPOSITORY / "examples/configs/grpo_copy_cpu.yaml"}
+grpo: {{max_num_steps: 2, val_period: 0, val_at_end: false, num_prompts_per_step: 2, num_generations_per_prompt: 4}}
+policy: {{train_global_batch_size: 8, train_micro_batch_size: 4, logprob_batch_size: 4}}
+loss_fn: {{type: "custom_parts:CountedPG", args: {{weight: 3.0}}}}
+data: {{dataset_name: custom, type: "custom_parts:Counting", max_input_seq_length: 4}}
+env: {{custom: {{type: "custom_parts:LengthReward"}}}}
+seed: 0
+logger: {{log_dir: run}}
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_ranks_find_the_classes_and_train_with_them(tmp_path):
+    """By the command as it is installed: a script in another folder than that which it is started in."""
+    (tmp_path / "custom_parts.py").write_bytes(OWN_PARTS.read_bytes())
+    (tmp_path / "recipe.yaml").write_text(RECIPE_OF_OWN_PARTS)
+    script = tmp_path / "bin" / "nemo-rl-mcore"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom nemo_rl_mcore.cli import main\nsys.exit(main())\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "grpo", "--config", "recipe.yaml"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["train/own_weight"] for step in steps] == [pytest.approx(3.0)] * 2

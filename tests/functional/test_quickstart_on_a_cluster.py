@@ -10,9 +10,7 @@ SCRIPT = Path(__file__).parents[1] / "learning/quickstart.py"
 
 
 @pytest.mark.nightly
-def test_every_command_of_the_quick_start_works_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_of_the_quick_start_works_there(tmp_path, monkeypatch):
     (tmp_path / "of_the_cluster").mkdir()
     monkeypatch.chdir(tmp_path / "of_the_cluster")
     with Raylets(head_cpus=2) as head:

@@ -1,14 +1,8 @@
-"""The page of real runs: each kind, and one that was killed; what a browser makes of it."""
-
-import os
-import signal
-from pathlib import Path
+"""The page of real runs of each kind: what a browser makes of it."""
 
 import pytest
 from browser import WIDTHS, Shown, chromium
 from grpo_run import RECIPE, Run
-
-from nemo_rl_mcore import cli
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.needs("browser")]
 
@@ -16,7 +10,7 @@ CONFIGS = RECIPE.parent
 STEPS = 8
 
 
-def finished(folder: Path, recipe: str) -> Path:
+def finished(folder, recipe):
     """The page that a run has written by itself."""
     keys = (
         f"grpo.max_num_steps={STEPS}",
@@ -27,17 +21,6 @@ def finished(folder: Path, recipe: str) -> Path:
     status, output, errors = run.end(240)
     assert status == 0, errors
     assert str(folder / "report.html") in output.replace("\n", "")
-    return folder / "report.html"
-
-
-def killed(folder: Path) -> Path:
-    """The page that the command makes of a run that was ended by kill -9."""
-    run = Run(folder, "grpo.max_num_steps=1000")
-    run.wait_for_step(5)
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.close()
-    assert not (folder / "report.html").exists()
-    assert cli.main(["report", str(folder)]) == 0
     return folder / "report.html"
 
 
@@ -77,11 +60,3 @@ def test_the_page_of_a_real_run_is_sound(browser, tmp_path, recipe, headings, tu
         assert sum(tokens["mask"]) == answer["response_tokens"] or answer["sample_mask"] == 0
         if turns == 1:
             assert "".join(tokens["text"])[: len(answer["response"])] == answer["response"]
-
-
-def test_a_run_that_was_killed_has_a_page(browser, tmp_path):
-    shown = Shown(browser, killed(tmp_path / "run"), WIDTHS[1])
-    shown.require_sound()
-    assert "of 1000 steps" in shown.texts(".finding.warning")[0]
-    assert "train/reward" in shown.texts("#summary th")
-    assert shown.page.locator(".answer .token").count() > 0

@@ -21,7 +21,7 @@ SMALL = (
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path: Path, size: str):
+def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path, size):
     """Log-probabilities of the whole vocabulary at the start, digests after each refit, the mismatch of each step."""
     recipe = RECIPE.with_name("grpo_copy_vllm_cpu.yaml")
     with Raylets() as raylets, pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(
     assert max(row["mismatch/max_seq_mult_prob_error"] for row in rows) < 1.0001
 
 
-def process_of_share(raylets: Raylets) -> int:
+def process_of_share(raylets):
     """The process of vLLM below the actor of the second machine."""
     alive = raylets.processes()
     [share] = [pid for pid, title in alive.items() if title.startswith("ray::VllmShare")]
@@ -50,5 +50,5 @@ def process_of_share(raylets: Raylets) -> int:
     return worker
 
 
-def parent_of(pid: int) -> int:
+def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

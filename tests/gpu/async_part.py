@@ -18,7 +18,6 @@ EFFECTIVE = 0.9  # share of the tokens that the importance weights leave
 
 
 def run(report: Report, device: str) -> None:
-    """One run by the command."""
     precision, (steps, reward) = PRECISION[device], RUN[device]
     group = f"{precision}: asynchronous GRPO by the command"
     with report.attempt(group, "a run"), tempfile.TemporaryDirectory() as folder:

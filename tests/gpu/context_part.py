@@ -27,7 +27,6 @@ RANKS = 2
 
 
 def run(report: Report, device: str) -> None:
-    """Both precisions, from weights that the local layers draw."""
     report.doing("importing Megatron")
     be_the_only_rank()
     prepare()
@@ -46,12 +45,10 @@ def run(report: Report, device: str) -> None:
 
 
 def cases() -> product[tuple[Any, ...]]:
-    """Return precisions, fused or not, packed or not."""
     return product(PRECISIONS, (False, True), (False, True))
 
 
 def rank_of_two(rank: int, folder: Path, device: str) -> None:
-    """Train each case on this rank; the first one leaves what it found in the folder."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_float32_matmul_precision("highest")
     prepare(threads=1 if device == "cpu" else None)
@@ -69,7 +66,6 @@ def rank_of_two(rank: int, folder: Path, device: str) -> None:
 def check_shared(
     report: Report, folder: Path, device: str, precision: str, fused: bool, packed: bool
 ) -> None:
-    """Compare what one rank makes of a case with what the two have made of it."""
     group = f"{precision}, {'fused' if fused else 'unfused'}, {'packed' if packed else 'padded'}"
     tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
     with report.attempt(group, "one rank trains"):
@@ -80,5 +76,4 @@ def check_shared(
 
 
 def file_of(precision: str, fused: bool, packed: bool) -> str:
-    """Return the name of what the two ranks found."""
     return f"{precision}-{fused}-{packed}.pt"

@@ -74,5 +74,4 @@ def cost_row(
 
 
 def _operations(size: benchmark.Problem) -> int:
-    """Of the four products of forward and backward."""
     return 8 * size.tokens * size.hidden * size.vocab

@@ -27,10 +27,7 @@ SCALE = 0.7
 # Of log-sum-exp, target's logit and entropy, relative to 1 + their size.
 STATISTICS = 2e-6
 # Of the logits' gradient, relative to 1 + its size; half a unit of bfloat16, which the interpreter cuts off whole.
-GRADIENT = {
-    "cuda": {"float32": 2e-5, "bfloat16": 3e-3},
-    "cpu": {"float32": 2e-5, "bfloat16": 6e-3},
-}
+GRADIENT = {"cuda": {"float32": 2e-5, "bfloat16": 3e-3}, "cpu": {"float32": 2e-5, "bfloat16": 6e-3}}
 VALUES = 2e-5  # log-probabilities and entropies out of float32 logits, whatever the inputs are
 VALUES_OF_ROUNDED_LOGITS = 4e-2  # CPU alone: it writes the logits of bfloat16 products in bfloat16
 # Of the functions' gradients: the norm of the difference over the norm.
@@ -51,7 +48,6 @@ SIZES = {"cuda": Sizes(300, 64, 3000), "cpu": Sizes(24, 16, 200)}
 
 
 def run(report: Report, device: str) -> None:
-    """Every check, of Triton first."""
     if device == "cpu" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
         report.figure(
             "left out", {"": "Triton's passes", "why": "its interpreter reads no scalars of numpy 2.5"}
@@ -71,7 +67,6 @@ def run(report: Report, device: str) -> None:
 
 
 def check_passes(report: Report, kernels: Any, device: str) -> None:
-    """Statistics and gradient of one slice of logits, in several blocks a row and in the product's own."""
     narrow = [(1, 1.0), (63, 3.0), (64, 40.0), (200, 3.0), (200, 40.0)]
     wide = [(5000, 40.0), *([(152_064, 3.0)] if device == "cuda" else [])]
     own_block = kernels._BLOCK
@@ -135,7 +130,6 @@ def exact_statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def exact_gradient(logits: Tensor, target: Tensor, rows: RowBackward) -> Tensor:
-    """The formula of `_elementwise.logits_gradient` in float64."""
     grad = rows.grad_logprob_N.double().unsqueeze(1)
     log_p = logits.double() * SCALE - rows.lse_N.double().unsqueeze(1)
     factor = grad
@@ -191,7 +185,6 @@ def _passes_of(kernels: Any, device: str) -> Iterator[None]:
 
 
 def check_functions(report: Report, device: str, passes: str) -> None:
-    """`fused_linear_logprobs` in all its ways, then the two functions of distillation."""
     for dtype in DTYPES:
         values = VALUES_OF_ROUNDED_LOGITS if (device, dtype) == ("cpu", "bfloat16") else VALUES
         tolerances = values, GRADIENTS[device][dtype]
@@ -254,7 +247,6 @@ def fused_differences(
 
 
 def indexed_differences(device: str, dtype: str) -> tuple[float, float]:
-    """The same of `linear_logprobs_at`, whose second output, the tail, is the log of a mass."""
     inputs = problem(device, dtype)
     ids = inputs[2].unsqueeze(-1) + torch.arange(4, device=device) * 7
     ids = ids % (SIZES[device].vocab - SIZES[device].padding)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from report import Report
-from runs import Steps, check_rewards, grpo
+from runs import Steps, check_rewards, compare_steps, grpo
 from trained_worker import TOLERANCES
 
 RECIPE = "grpo_copy_cpu.yaml"
@@ -28,12 +28,9 @@ class Length:
 
 
 LENGTHS = {"cuda": Length(300, 0.9, 100), "cpu": Length(60, 0.15, 40)}
-# After a step weights differ by rounding, and of 256 answers one here and there is drawn otherwise.
-LATER = {"train/reward": 0.02, "train/loss": 0.05, "train/grad_norm": 0.1}
 
 
 def run(report: Report, device: str) -> None:
-    """What many steps learn, and what three compute from a checkpoint on the way."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         check_learning(report, folder / "learning", device)
@@ -49,20 +46,13 @@ def check_first_steps(report: Report, folder: Path, device: str) -> None:
     with report.attempt(group, "three steps on the CPU"):
         expected = grpo(RECIPE, folder / "expected", "cpu", *settings)
         report.doing(f"{group}: three steps on the device")
-        compare_steps(report, group, grpo(RECIPE, folder / "found", device, *settings), expected)
-
-
-def compare_steps(report: Report, group: str, found: Steps, expected: Steps) -> None:
-    """The first step within what float32 allows, where the answers are the same; those after it within `LATER`."""
-    assert [step["step"] for step in found] == [step["step"] for step in expected]
-    allowed = TOLERANCES["float32"]
-    first = {"train/reward": 0.0, "train/loss": allowed["loss"], "train/grad_norm": allowed["gradient norm"]}
-    for number, (one, other) in enumerate(zip(found, expected, strict=True), start=1):
-        for name, tolerance in (first if number == 1 else LATER).items():
-            difference = abs(one[name] - other[name]) / (1 + abs(other[name]))
-            report.compared(group, f"{name} of step {number}", difference, tolerance)
-        likely = abs(one["mismatch/token_mult_prob_error"] - 1)
-        report.compared(group, f"sampled as trained in step {number}", likely, allowed["log-probabilities"])
+        found = grpo(RECIPE, folder / "found", device, *settings)
+        compare_steps(report, group, found, expected)
+        for number, step in enumerate(found, start=1):
+            likely, allowed = abs(step["mismatch/token_mult_prob_error"] - 1), TOLERANCES["float32"]
+            report.compared(
+                group, f"sampled as trained in step {number}", likely, allowed["log-probabilities"]
+            )
 
 
 def check_learning(report: Report, folder: Path, device: str) -> None:
@@ -80,7 +70,6 @@ def check_learning(report: Report, folder: Path, device: str) -> None:
 
 
 def check_resumed(report: Report, group: str, before: Steps, whole: Steps, steps: int) -> None:
-    """Every step is there once, those before the checkpoint as they were."""
     missing = set(range(1, steps + 1)).symmetric_difference(int(step["step"]) for step in whole)
     report.compared(group, "steps that are missing", float(len(missing)), 0.0)
     again = sum(old != new for old, new in zip(before, whole, strict=False))

@@ -66,15 +66,12 @@ class ReceivingProcess:
         self._pipe, self._asked = pipe, 0
 
     def load_bucket(self, message: dict[str, Any]) -> int:
-        """See `Engines.load_bucket`."""
         return self._send("load", message)
 
     def wait(self, loading: int, timeout_s: float) -> None:
-        """See `Engines.wait`."""
         self._answer(loading, "load", timeout_s)
 
     def ask(self, command: str) -> Any:
-        """What `_obey` answers to a command."""
         return self._answer(self._send(command, None), command, ANSWER_S)
 
     def _send(self, command: str, message: Any) -> int:
@@ -104,7 +101,6 @@ class ReceivingProcess:
 
 @contextmanager
 def receiving_process(device: str) -> Iterator[ReceivingProcess]:
-    """A process of its own, spawned: one that is forked cannot use CUDA."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_receive, args=(there, device), daemon=True)
@@ -166,7 +162,6 @@ def _obey(
 
 
 def check_worker(report: Report, worker: Any, engine: ReceivingProcess, device: str) -> None:
-    """`connect_engines` and `send_weights`, at the start and after a train step."""
     group = f"a worker's weights over {TRANSPORTS[device]}"
     seen: list[dict[str, str]] = []
     with report.attempt(group, "send, train, send"):
@@ -209,7 +204,6 @@ def check_odd_tensors(report: Report, engine: ReceivingProcess, device: str) -> 
 
 
 def odd_tensors(device: str) -> Iterator[tuple[str, Tensor]]:
-    """Distinct ones by distinct names."""
     noise = torch.Generator().manual_seed(0)
     shapes = [(17, 11), (3,), (1,), (5, 60), (13, 13), (), (30, 30), (2, 2), (700,)]
     dtypes = [torch.float32, torch.bfloat16, torch.float16]

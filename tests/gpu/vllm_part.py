@@ -46,7 +46,6 @@ KEPT_ASLEEP = 0.2
 
 
 def run(report: Report, device: str) -> None:
-    """Turn by turn, then by the command."""
     with tempfile.TemporaryDirectory() as scratch:
         check_turns(report, Path(scratch) / "turns", device)
         check_run(report, Path(scratch) / "run", device)
@@ -100,7 +99,6 @@ class Turns:
     _engine_bytes: int | None = None
 
     def take(self, turn: int) -> None:
-        """Give the engine the weights, compare it with the rank, let it sleep, and train."""
         before, start = used_memory(), time.perf_counter()
         self.engines.update_weights(turn)
         refit_s = time.perf_counter() - start
@@ -127,7 +125,7 @@ class Turns:
             self.engines,
             rows_to_compare(config, asked, self.parts.tokenizer),
             vocabulary=config.policy.model.vocab_size,
-            temperature=config.logprob_temperature,
+            temperature=config.logprob_sampling.temperature,
         )
         allowed, name = bounds_of(config.policy), f"after prompts, turn {turn}"
         self.report.compared(self.group, f"log-probabilities {name}", found.largest, allowed.difference)
@@ -153,7 +151,6 @@ class Turns:
 
 
 def check_asleep(report: Report, group: str, turn: int, taken: int, given_back: int) -> None:
-    """Whether a sleep gives back nearly all bytes that the engine has taken when it started."""
     kept = 1 - given_back / taken
     report.compared(group, f"share of memory kept asleep, turn {turn}", kept, KEPT_ASLEEP)
 
@@ -167,7 +164,6 @@ def used_memory() -> int:
 
 
 def check_run(report: Report, folder: Path, device: str) -> None:
-    """The recipe by the command, where the engine sleeps and wakes at every step."""
     precision, (steps, reward) = PRECISION[device], RUN[device]
     group = f"{precision}: GRPO by the command"
     with report.attempt(group, "a run"):

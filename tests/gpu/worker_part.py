@@ -45,7 +45,6 @@ from nemo_rl_mcore.rank.policy_backend import OnDevice
 
 
 def run(report: Report, device: str) -> None:
-    """The CPU's numbers from a process of its own, then this device's, compared."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with _reference_process(folder, device) as reference:
@@ -81,7 +80,6 @@ def _finish(reference: subprocess.Popen[str]) -> None:
 
 
 def be_reference(folder: Path, device: str) -> None:
-    """Draw weights, write them as Hugging Face folders, and write what the CPU makes of them."""
     be_the_only_rank()
     prepare(threads=1 if device == "cpu" else os.cpu_count())
     assert not accelerator.has_cuda()
@@ -152,7 +150,6 @@ def check_split_step(
 
 
 def check_abort(report: Report, name: str, worker: Any, device: str, fused: bool) -> None:
-    """Everything that a step may change, before it was opened and after it was dropped."""
     with report.attempt(f"{name}: abort leaves no trace", "tensors and settings that differ in a bit"):
         # The gradients of the step before are no state: a step begins by clearing them.
         worker.backend.zero_grad()

@@ -31,7 +31,6 @@ def cpu_commands() -> list[str]:
 
 
 def run_commands(folder: Path, overrides: list[str]) -> None:
-    """Run them there; raises CalledProcessError for the first one that fails."""
     for command in cpu_commands():
         program, name, *arguments = shlex.split(command)
         assert program == "nemo-rl-mcore"
@@ -46,7 +45,6 @@ def run_commands(folder: Path, overrides: list[str]) -> None:
 
 
 def learned(folder: Path) -> dict[str, float]:
-    """What the runs and the evaluations say."""
     results = folder / "results/quickstart"
     sft, dpo = (_series(results / f"{name}_cpu/metrics.jsonl") for name in ("sft", "dpo"))
     scores = {
@@ -80,7 +78,6 @@ LIMITS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run and judge; 0 when all limits hold."""
     overrides = [text for text in arguments if "=" in text]
     folders = [text for text in arguments if "=" not in text]
     folder = Path(folders[0] if folders else tempfile.mkdtemp(prefix="quickstart_"))

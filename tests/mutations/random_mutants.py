@@ -69,7 +69,6 @@ Mutants = dict[Mutant, tuple[int, int]]
 
 
 def mutants_of(tree: Path) -> Mutants:
-    """Return all mutants of the rooms."""
     found: Mutants = {}
     for room in ROOMS:
         for path in sorted((tree / "nemo_rl_mcore" / room).rglob("*.py")):
@@ -96,7 +95,6 @@ def _of_file(file: str, source: str) -> Mutants:
 
 
 def drawn(every: list[Mutants], count: int, seed: int) -> list[Mutant]:
-    """Draw places that all trees have, and a change of each."""
     common = sorted(set.intersection(*(set(mutants) for mutants in every)))
     changes: dict[Place, list[str]] = defaultdict(list)
     for place, operator in common:
@@ -142,7 +140,6 @@ def _coverage(tree: Path) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def _pytest(tree: Path, arguments: list[str], deadline: float | None = None) -> int:
-    """Run tests with the package of the tree; a run that takes too long counts as one that fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with (tree / "pytest.log").open("w") as output:
@@ -198,7 +195,6 @@ def _tree_of(revision: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print the kill rate of each revision, and what survives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("revisions", nargs="+")
     parser.add_argument("--count", type=int, default=200)

@@ -26,7 +26,6 @@ def tree() -> dict[str, Any]:
 
 @pytest.fixture
 def load() -> Callable[..., GRPOMasterConfig]:
-    """Load the exemplar with overrides."""
     return lambda *overrides: load_config(EXEMPLAR, overrides)
 
 
@@ -44,7 +43,6 @@ def wrong() -> Callable[..., tuple[Problem, ...]]:
 
 @pytest.fixture
 def refusals(wrong) -> Callable[..., list[str]]:
-    """`briefs` of the same."""
     return lambda *overrides, **recipe: briefs(wrong(*overrides, **recipe))
 
 
@@ -58,5 +56,4 @@ def warnings() -> Callable[..., list[str]]:
 
 @pytest.fixture
 def migrated(tmp_path):
-    """`migrated(changes, base)`: a recipe of NeMo RL's with changes, migrated."""
     return lambda changes="", base="grpo_math_1B_megatron": migrated_with(changes, base, tmp_path)

@@ -21,13 +21,6 @@ DPO = str(Path(EXEMPLAR).with_name("dpo_cpu.yaml"))
 HEAVY = ("torch", "ray", "megatron", "transformers", "numpy")
 
 
-def test_check_prints_the_plan(capsys):
-    assert cli.main(["check", "--config", EXEMPLAR]) == 0
-    captured = capsys.readouterr()
-    assert "16 prompts x 16 answers = 256" in captured.out
-    assert captured.err == ""
-
-
 @pytest.mark.parametrize(
     ("config", "overrides", "commands"),
     [
@@ -51,50 +44,27 @@ def test_check_ends_with_the_command_that_comes_next(capsys, config, overrides, 
 
 
 def test_overrides_on_both_sides_of_the_config_apply(capsys):
-    arguments = [
-        "check",
-        "grpo.max_num_steps=7",
-        "--config",
-        EXEMPLAR,
-        "logger.log_dir=elsewhere",
-        "seed=42",
-    ]
-    assert cli.main(arguments) == 0
+    behind = ["--config", EXEMPLAR, "logger.log_dir=elsewhere", "seed=42"]
+    assert cli.main(["check", "grpo.max_num_steps=7", *behind]) == 0
     out = capsys.readouterr().out
     assert "elsewhere" in out
     assert "7" in out.split("steps")[2]
 
 
 def test_every_problem_goes_to_stderr_with_status_2(capsys):
-    status = cli.main(
-        [
-            "check",
-            "--config",
-            EXEMPLAR,
-            "policy.precison=float32",
-            "grpo.max_num_steps=many",
-            "data.num_digits=0",
-        ]
-    )
+    wrong = {"policy.precison": "float32", "grpo.max_num_steps": "many", "data.num_digits": "0"}
+    given = [f"{key}={value}" for key, value in wrong.items()]
+    assert cli.main(["check", "--config", EXEMPLAR, *given]) == 2
     captured = capsys.readouterr()
-    assert status == 2
     assert captured.out == ""
-    assert "policy.precison: unknown key; did you mean precision?" in captured.err
-    assert "grpo.max_num_steps: 'many' is not allowed; allowed: an integer of at least 1" in captured.err
-    assert "data.num_digits: 0 is not allowed; allowed: an integer from 1 to 9" in captured.err
+    assert {line.partition(": ")[0].partition(". ")[2] for line in captured.err.splitlines()[1:]} == {*wrong}
 
 
 def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
     """It runs on this machine's CPUs; a recipe for GPUs is checked for another one."""
     monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: False)
-    here = [
-        "check",
-        "--config",
-        EXEMPLAR,
-        "policy.generation.backend=vllm",
-        "+policy.model.kv_channels=32",
-        "policy.megatron_cfg.transformer_impl=local",
-    ]
+    keys = ("policy.generation.backend=vllm", "+policy.model.kv_channels=32")
+    here = ["check", "--config", EXEMPLAR, *keys, "policy.megatron_cfg.transformer_impl=local"]
     assert cli.main(here) == 2
     assert "policy.generation.backend: " in capsys.readouterr().err
     assert cli.main([*here, "cluster.gpus_per_node=2"]) == 0
@@ -129,6 +99,13 @@ def test_missing_files_are_found_by_the_preflight(capsys):
         (["check", "--max_steps", "5", "--config", DPO], "dpo.max_num_steps=5"),
         (["check", "--config", "not/here.yaml", "--learning_rate", "1"], "KEY=VALUE"),
         (["train", "--config", EXEMPLAR], "invalid choice: 'train'"),
+        (["doctor", "seed=3"], "--config"),
+        (["doctor", "--timeout", "0"], "'0' is not a time"),
+        (["doctor", "--timeout", "nan"], "'nan' is not a time"),
+        (["eval", "--hf", "a", "--checkpoint", "b"], "--hf"),
+        (["generate", "--prompt", "x"], "--hf"),
+        (["generate", "--hf", "a", "--samples", "0"], "--samples"),
+        (["generate", "--hf", "a", "--prompt", "1", "--samples", "2", "--greedy"], "--greedy"),
     ],
 )
 def test_wrong_command_lines(capsys, arguments, message):
@@ -140,7 +117,6 @@ def test_wrong_command_lines(capsys, arguments, message):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Stand in for the launcher; gives the configs it was handed."""
     configs = []
     launch = types.ModuleType("nemo_rl_mcore.driver.run")
     launch.run = lambda config, write_page: configs.append(config) or 7
@@ -218,20 +194,16 @@ def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "nemo_rl_mcore", "check", "--config", EXEMPLAR]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "16 prompts x 16 answers = 256" in done.stdout
-    assert "overlap_param_gather: false\n" in done.stdout
-    done = subprocess.run([*command, "seeed=1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("seeed: unknown key")
+    assert done.stderr == ""
 
 
 @pytest.mark.stage("processes")
 def test_the_installed_command_exits_with_status_2():
     command = Path(sys.executable).parent / "nemo-rl-mcore"
-    done = subprocess.run(
-        [str(command), "check", "--config", EXEMPLAR, "seeed=1"], capture_output=True, text=True, check=False
-    )
+    wrong = [str(command), "check", "--config", EXEMPLAR, "seeed=1"]
+    done = subprocess.run(wrong, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("seeed: unknown key; did you mean seed?")
+    assert done.stderr.startswith("seeed: unknown key")
 
 
 @pytest.mark.parametrize("command", command_line.COMMANDS)

@@ -49,25 +49,19 @@ def simple_commands(text):
                 yield words
 
 
-COMMANDS = [
-    (page, words)
-    for page, text in (
-        *((page, text) for page, _, text in blocks("bash")),
-        *(
-            (page, text)
-            for page in (
-                "README.md",
-                "docs/numerics.md",
-                "CONTRIBUTING.md",
-                "docs/performance.md",
-                "docs/async.md",
-            )
-            for text in in_backticks(page)
-            if re.match(r"(uv|python|bash|nemo-rl-mcore) .*[/-]", text)
-        ),
-    )
-    for words in simple_commands(text)
+IN_LINES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("numerics", "performance", "async")),
+)
+TEXTS = [(page, text) for page, _, text in blocks("bash")]
+TEXTS += [
+    (page, text)
+    for page in IN_LINES
+    for text in in_backticks(page)
+    if re.match(r"(uv|python|bash|nemo-rl-mcore) .*[/-]", text)
 ]
+COMMANDS = [(page, words) for page, text in TEXTS for words in simple_commands(text)]
 
 
 def without_uv(words):
@@ -140,7 +134,6 @@ def are_options_of_ray(arguments):
 
 
 def claims():
-    """The arguments of pytest that show each claim."""
     _, _, table = PAGES["docs/numerics.md"].partition("\n| claim | command |")
     rows = re.findall(r"^\| (.+) \| `(.+)` \|$", table.partition("\n\n")[0], re.MULTILINE)
     return {claim: without_uv(shlex.split(command))[1:] for claim, command in rows}

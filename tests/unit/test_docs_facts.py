@@ -5,12 +5,11 @@ import inspect
 import json
 import re
 import tomllib
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import get_args
 
 import pytest
 import yaml
-from doc_pages import PAGES, REPO
+from doc_pages import PAGES, REPO, imported
 
 import nemo_rl_mcore
 from nemo_rl_mcore.config.base import Code
@@ -27,7 +26,6 @@ ANY = "\0"
 
 
 def table(page, heading):
-    """The rows of a page's table whose heading begins so, as cells."""
     text = PAGES[page]
     lines = text[text.index(f"\n| {heading}") + 1 :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
@@ -80,25 +78,11 @@ def test_each_quoted_message_is_one_of_the_package(strings, message):
     assert re.search(pattern, strings)
 
 
-def test_an_invented_message_is_none_of_the_package(strings):
-    assert not re.search(re.escape("is not divisible by the moon"), strings)
-
-
 # Numerics
 
 
-def tolerances():
-    path = REPO / "tests/distributed/tolerances.py"
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tolerances_are_those_of_the_tests():
-    kept = tolerances()
+    kept = imported(REPO / "tests/distributed/tolerances.py")
     shown = {name.strip("`"): float(value) for name, value, _ in table("docs/numerics.md", "name | allowed")}
     assert shown == {name: getattr(kept, name) for name in shown}
     assert len(shown) == 7
@@ -132,17 +116,6 @@ def test_the_version_is_the_same_everywhere():
     assert project["license"] == citation["license"]
 
 
-def test_the_citation_has_what_its_format_asks_for():
-    citation = yaml.safe_load((REPO / "CITATION.cff").read_text("utf-8"))
-    assert citation["cff-version"] == "1.2.0"
-    assert all(isinstance(citation[key], str) and citation[key] for key in ("message", "title", "type"))
-    assert citation["authors"] == [{"name": "The nemo_rl_mcore authors"}]
-
-
-def test_the_readme_is_one_page():
-    assert PAGES["README.md"].count("\n") <= 120
-
-
 # Codes
 
 
@@ -159,7 +132,6 @@ OURS = {"worker": MegatronPolicyWorker, "Policy": Policy}
 
 
 def told_of_nemo_rl(pattern):
-    """What the first cells of the table name in backticks."""
     cells = [row[0] for row in table("docs/worker.md", "NeMo RL's")]
     return [found for cell in cells for found in re.findall(f"`{pattern}`", cell)]
 
@@ -185,7 +157,6 @@ def differences(kind):
 
 
 def takes(ours, given):
-    """Whether ours takes these arguments as they are meant, by place where theirs does."""
     places = [one.name for one in given if one.kind is not one.KEYWORD_ONLY]
     names = {one.name: one.name for one in given if one.kind is one.KEYWORD_ONLY}
     try:

@@ -4,15 +4,13 @@ That the CPU commands work and teach something is shown by tests/learning/quicks
 """
 
 import filecmp
-import importlib.util
 import json
 import re
 import shlex
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
+from doc_pages import PAGES, REPO, imported
 
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.cli.arguments import parse
@@ -24,19 +22,10 @@ from nemo_rl_mcore.tools.check.plan import activation_bytes, plan_device_memory
 
 pytestmark = pytest.mark.stage("docs")
 
-REPO = Path(__file__).parents[2]
 FOLDER = REPO / "examples/configs/quickstart"
-PAGE = (REPO / "docs/quickstart.md").read_text("utf-8")
+PAGE = PAGES["docs/quickstart.md"]
 COMMANDS = [line for line in PAGE.splitlines() if line.startswith("nemo-rl-mcore ")]
 GIBIBYTE = 2**30
-
-
-def imported(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # The page

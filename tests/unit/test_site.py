@@ -31,8 +31,6 @@ def site(tmp_path_factory):
 
 
 class Fetches(HTMLParser):
-    """What a page fetches, and the classes of its elements."""
-
     def __init__(self, text):
         super().__init__()
         self.places, self.classes = [], set()

@@ -1,4 +1,4 @@
-"""Tiers of tests: no test is in two of them, or forgotten."""
+"""Tiers of tests: no test is in two of them, or forgotten; and what a run of them may cost."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from counting import ALLOWED, CPU, exceeded
 from thinning import EACH_TIME, TIERS
 
 REPO = Path(__file__).parents[2]
@@ -60,3 +61,11 @@ def test_every_test_is_in_one_tier_and_every_id_that_a_marker_names_is_that_of_a
         named |= {(name, one) for one in ids}
     assert named <= cases
     assert {tier for test in tests for tier in test[3]} == {*TIERS}
+
+
+@pytest.mark.exhaustive
+def test_counts_have_no_room_and_seconds_have_some():
+    recorded = {"Ray sessions": 2, CPU: 100.0}
+    assert exceeded({"Ray sessions": 2, CPU: 100.0 * ALLOWED}, recorded) == []
+    more = exceeded({"Ray sessions": 3, CPU: 100.0 * ALLOWED + 1, "Megatron imports": 1}, recorded)
+    assert len(more) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +31,6 @@ PROMPT_LENGTHS = (3, 40, LONGER_THAN_A_BLOCK)
 
 
 def prepare_engine(_rank: int) -> None:
-    """Get the environment ready that the workers give an engine."""
     from nemo_rl_mcore.driver.actors.places import rank_environment
     from nemo_rl_mcore.engine.kinds import vllm_environment
 
@@ -37,7 +38,6 @@ def prepare_engine(_rank: int) -> None:
 
 
 def hf_config(family: str, *, tied: bool) -> dict[str, object]:
-    """config.json of a tiny model, as a run writes it."""
     from nemo_rl_mcore.config import ModelConfig
     from nemo_rl_mcore.models.config_json import hf_config_of
 
@@ -50,9 +50,6 @@ def hf_config(family: str, *, tied: bool) -> dict[str, object]:
 
 
 def model_folder(folder: Path, family: str = "llama", *, tied: bool = False) -> Path:
-    """A folder with config.json."""
-    import json
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(family, tied=tied)))
     return folder
@@ -88,43 +85,16 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     )  # fmt: skip
 
 
-def messages(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 40_000
-) -> Iterable[dict[str, Any]]:
-    """The tensors in buckets of shared memory that take turns; a bucket is valid until the next but one."""
-    from nemo_rl_mcore.rank.refit.transports import Bucket, Packer, SharedMemorySender
+async def refit_soon(
+    engine: AsyncVllmEngine | VllmEngine, model: Any, version: int, bucket_bytes: int = 40_000
+) -> None:
+    from engine_contract import load  # imports torch, which must find the environment ready
 
-    sender = SharedMemorySender(bucket_bytes)
-    packers = [Packer(slot) for slot in sender.slots]
-    slot = 0
-    for name, tensor in tensors:
-        if packers[slot].add(name, tensor):
-            continue
-        yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
-        slot = 1 - slot
-        packers[slot] = Packer(sender.slots[slot])
-        assert packers[slot].add(name, tensor)
-    yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
-    sender.close()
+    await load(engine, weights(model), version, bucket_bytes=bucket_bytes)
 
 
 def refit(engine: VllmEngine, model: Any, version: int, bucket_bytes: int = 40_000) -> None:
-    from nemo_rl_mcore.rank.refit.digests import digests
-
-    engine.begin_refit(version)
-    for message in messages(weights(model), bucket_bytes):
-        engine.load_bucket(message)
-    assert engine.finish_refit(version, digests(weights(model))) == version
-
-
-async def refit_soon(engine: AsyncVllmEngine, model: Any, version: int) -> None:
-    """Do what `refit` does, for an engine that goes on answering."""
-    from nemo_rl_mcore.rank.refit.digests import digests
-
-    await engine.begin_refit(version)
-    for message in messages(weights(model)):
-        await engine.load_bucket(message)
-    assert await engine.finish_refit(version, digests(weights(model))) == version
+    asyncio.run(refit_soon(engine, model, version, bucket_bytes))
 
 
 def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:
@@ -139,9 +109,11 @@ def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:
     ]
 
 
-def largest_error(model: Any, asked: list[Request], answered: list[Response], temperature: float) -> float:
-    """How far an engine's log-probabilities are from those of transformers in float64."""
+def largest_error(
+    model: Any, asked: list[Request], answered: list[Response], temperature: float, **filters: Any
+) -> float:
     import torch
+    from plain_filters import filtered_logprobs
 
     model = model.double()
     errors = []
@@ -149,8 +121,9 @@ def largest_error(model: Any, asked: list[Request], answered: list[Response], te
         tokens = torch.tensor(response.tokens)
         with torch.no_grad():
             logits = model(torch.tensor([[*request.prompt, *response.tokens]])).logits[0]
-        expected = (logits / temperature).log_softmax(-1)[len(request.prompt) - 1 : -1]
+        before = logits[len(request.prompt) - 1 : -1]
+        expected, _ = filtered_logprobs(before, tokens, temperature, **filters)
         found = torch.tensor(response.logprobs, dtype=torch.float64)
-        errors.append((expected.gather(1, tokens[:, None])[:, 0] - found).abs().max().item())
+        errors.append((expected - found).abs().max().item())
     model.float()
     return max(errors)

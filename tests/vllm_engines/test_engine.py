@@ -1,14 +1,17 @@
-"""vLLM itself, in a process of its own: what it answers with, after which weights."""
+"""vLLM itself, in a process of its own: what it answers with, after which weights, and where it listens."""
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import engine_process as tiny
 import pytest
 from chat_templates import byte_tokenizer
+from engine_contract import keeps_to_the_contract
+from listening import listening_addresses
 
-from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, StopConditions, load_tokenizer
+from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.engine.engine import Request, Response, Sampling
 
 LOGPROBS = 1e-4
@@ -41,35 +44,36 @@ def test_after_a_refit_the_logprobs_are_those_of_the_new_weights(engine_process,
         assert other > 0.1
 
 
-def endings(folder, stop_strings):
+def errors_under_filters(folder, filters):
+    """The distance of the log-probabilities from those of the filtered distribution, and of the whole one."""
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
-    tokenizer = load_tokenizer("char")
-    tokenizer.save_as_hugging_face(folder)
-    engine = VllmEngine(tiny.settings(folder, tokenizer=str(folder)))
-    tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
-    asked = [Request(tokenizer.encode("12+3="), seed) for seed in range(24)]
-    stopped = engine.generate(asked, Sampling(10, stop_strings=stop_strings), 0)
-    whole = engine.generate(asked, Sampling(10), 0)
+    engine, model, asked = (
+        VllmEngine(tiny.settings(folder)),
+        tiny.transformers_model(folder, 0),
+        tiny.requests(),
+    )
+    tiny.refit(engine, model, 0)
+    answered = engine.generate(asked, Sampling(16, temperature=0.7, **filters), 0)
     engine.shutdown()
-    texts = ["".join(CHAR_VOCABULARY[token] for token in response.tokens) for response in stopped]
-    ends = [(r.tokens, r.finished, text) for r, text in zip(stopped, texts, strict=True)]
-    return ends, [response.tokens for response in whole]
+    return [tiny.largest_error(model, asked, answered, 0.7, **given) for given in (filters, {})]
 
 
-def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
-    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", ("1", "a", "#"))
-    assert {finished for _, finished, _ in stopped} == {True, False}
-    for (tokens, finished, text), unstopped in zip(stopped, whole, strict=True):
-        assert finished == any(string in text for string in "1a#")
-        assert not any(string in text[:-1] for string in "1a#")
-        assert tokens == unstopped[: len(tokens)]
-        assert finished or len(tokens) == 10
+def test_logprobs_are_of_the_filtered_distribution_as_in_training(engine_process, tmp_path):
+    [errors] = engine_process.run(errors_under_filters, tmp_path / "model", {"top_k": 12, "top_p": 0.9})
+    assert errors[0] < LOGPROBS
+    assert errors[1] > 0.1
+
+
+OF_ALL = ("k", "<|pad|>")
 
 
 def endings_of_bytes(folder):
-    """Tokens and whether they ended, and the end by our own stop conditions, of tokens that are parts of characters."""
+    """Tokens and whether they ended, and the end by our own stop conditions, of tokens that are parts of characters.
+
+    Of all requests, and of those without strings of their own, which end by those of all.
+    """
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
@@ -88,21 +92,21 @@ def endings_of_bytes(folder):
     ]
     asked = [Request([5, 9, 30], seed, strings[seed % len(strings)]) for seed in range(96)]
     whole = engine.generate([Request(one.prompt, one.seed) for one in asked], Sampling(40), 0)
-    stopped = engine.generate(asked, Sampling(40), 0)
+    stopped = engine.generate(asked, Sampling(40, stop_strings=OF_ALL), 0)
     engine.shutdown()
     found = []
     for request, response, unstopped in zip(asked, stopped, whole, strict=True):
-        stops = StopConditions(strings=request.stop_strings, tokenizer=tokenizer)
-        lengths = range(1, 41) if request.stop_strings else ()
-        end = next((length for length in lengths if stops.met_by(unstopped.tokens[:length])), None)
+        stops = StopConditions(strings=(*OF_ALL, *request.stop_strings), tokenizer=tokenizer)
+        end = next((length for length in range(1, 41) if stops.met_by(unstopped.tokens[:length])), None)
         found.append((response.tokens, response.finished, unstopped.tokens[:end], end is not None))
-    return found
+    return found, [one for request, one in zip(asked, found, strict=True) if not request.stop_strings]
 
 
 def test_stop_strings_of_requests_end_them_where_the_embedded_engine_does(engine_process, tmp_path):
-    [found] = engine_process.run(endings_of_bytes, tmp_path / "model")
+    [(found, by_those_of_all)] = engine_process.run(endings_of_bytes, tmp_path / "model")
     assert [(tokens, finished) for tokens, finished, *_ in found] == [(ids, end) for *_, ids, end in found]
     assert 10 < sum(finished for _, finished, *_ in found) < 86
+    assert {finished for _, finished, *_ in by_those_of_all} == {True, False}
 
 
 def in_flight(folder):
@@ -192,3 +196,56 @@ def test_a_refit_to_equal_weights_changes_no_token_that_is_drawn_meanwhile(engin
     assert all(len({*response.versions}) > 1 for response in overtaken)
     assert [response.tokens for response in overtaken] == [response.tokens for response in quiet]
     assert error < LOGPROBS
+
+
+def keeps(folder, asynchronous):
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
+
+    tiny.model_folder(folder)
+    old, new = (tiny.weights(tiny.transformers_model(folder, seed)) for seed in (0, 1))
+
+    async def in_a_loop():
+        engine = (AsyncVllmEngine if asynchronous else VllmEngine)(tiny.settings(folder))
+        await keeps_to_the_contract(
+            engine, old, new, tiny.requests([3, 40, 5]), overlaps=asynchronous, sleeps=False
+        )
+
+    asyncio.run(in_a_loop())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
+def test_vllm_keeps_to_the_contract(engine_process, tmp_path, asynchronous):
+    engine_process.run(keeps, tmp_path / "model", asynchronous)
+
+
+def listening_of_an_engine(folder, ranks, asynchronous):
+    """The addresses at which this process and those below it listen, once the engine has answered."""
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in `cluster.LOCAL_NETWORK`
+    settings = tiny.settings(tiny.model_folder(folder), tensor_parallel_size=ranks)
+    before = listening_addresses()
+
+    async def in_a_loop():
+        engine = AsyncVllmEngine(settings)
+        await engine.begin_refit(1)
+        found = listening_addresses()
+        await engine.shutdown()
+        return found
+
+    if asynchronous:
+        return before, asyncio.run(in_a_loop())
+    engine = VllmEngine(settings)
+    engine.begin_refit(1)
+    found = listening_addresses()
+    engine.shutdown()
+    return before, found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asynchronous"), [(1, False), (1, True), (2, False)], ids=["one-process", "async", "tp2"]
+)
+def test_an_engine_listens_on_loopback_alone(engine_process, tmp_path, ranks, asynchronous):
+    [(before, found)] = engine_process.run(listening_of_an_engine, tmp_path / "model", ranks, asynchronous)
+    assert before == [], "what listens is the engine's"
+    assert set(found) <= {"127.0.0.1"}

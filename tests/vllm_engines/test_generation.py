@@ -58,13 +58,7 @@ class Run:
         config = policy_config(**generation)
         other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})
         return EngineGeneration(
-            vllm_kind(
-                other,
-                self.folder,
-                os.environ,
-                on_cpu=True,
-                reads_texts=reads_texts,
-            ),
+            vllm_kind(other, self.folder, os.environ, on_cpu=True, reads_texts=reads_texts),
             config,
             self.cluster,
             source or self.policy,
@@ -77,25 +71,21 @@ class Run:
 
     def largest_error(self, asked, answered):
         """Between the engines' log-probabilities and those of the training ranks."""
-        rows, longest = asked["input_ids"].shape
-        whole = torch.zeros(rows, longest + answered["tokens"].shape[1], dtype=torch.long)
-        for row in range(rows):
-            prompt, new = int(asked["input_lengths"][row]), int(answered["lengths"][row])
-            whole[row, :prompt] = asked["input_ids"][row, :prompt]
-            whole[row, prompt : prompt + new] = answered["tokens"][row, :new]
-        lengths = asked["input_lengths"] + answered["lengths"]
-        logprobs = self.policy.get_logprobs(BatchedDataDict(input_ids=whole, input_lengths=lengths))[
-            "logprobs"
+        starts, lengths = asked["input_lengths"].tolist(), answered["lengths"].tolist()
+        rows = zip(asked["input_ids"], starts, answered["tokens"], lengths, strict=True)
+        whole = [torch.cat([prompt[:start], tokens[:length]]) for prompt, start, tokens, length in rows]
+        asked_for = BatchedDataDict(
+            input_ids=torch.nn.utils.rnn.pad_sequence(whole, batch_first=True),
+            input_lengths=asked["input_lengths"] + answered["lengths"],
+        )
+        found = zip(self.policy.get_logprobs(asked_for)["logprobs"], answered["logprobs"], strict=True)
+        apart = [
+            (own[start : start + length] - drawn[:length]).abs().max()
+            for (own, drawn), start, length in zip(found, starts, lengths, strict=True)
         ]
-        errors = []
-        for row in range(rows):
-            prompt, new = int(asked["input_lengths"][row]), int(answered["lengths"][row])
-            expected = logprobs[row, prompt : prompt + new]
-            errors.append(float((answered["logprobs"][row, :new] - expected).abs().max()))
-        return max(errors)
+        return float(max(apart))
 
     def train(self):
-        """A step that moves every weight."""
         generator = torch.Generator().manual_seed(1)
         uniform = torch.full((8, 10), -3.0)
         batch = BatchedDataDict(
@@ -175,7 +165,6 @@ def test_engines_and_ranks_agree_on_the_logprobs_before_and_after_training(run, 
 
 
 def compared(run, **keys):
-    """Engines and ranks over the whole vocabulary, after prompts of which one is longer than a block of the cache."""
     asked = prompts()
     rows = [
         ids[:length]
@@ -196,10 +185,7 @@ def test_engines_and_ranks_agree_over_the_whole_vocabulary(run, asynchronous):
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"model": {"rotary_base": 500000.0}},
-        {"vllm_cfg": {"precision": "bfloat16"}},
-    ],
+    [{"model": {"rotary_base": 500000.0}}, {"vllm_cfg": {"precision": "bfloat16"}}],
     ids=["rotary base", "number format"],
 )
 def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
@@ -234,8 +220,6 @@ def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_traini
 
 
 class BreaksOff:
-    """A source of weights that stops in the middle of a refit when it is told to."""
-
     def __init__(self, policy):
         self._policy, self.before_sending = policy, None
 
@@ -252,7 +236,6 @@ class BreaksOff:
 
 
 def kill_soon(pid):
-    """Freeze a process now, and kill it while its caller waits for it."""
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
 

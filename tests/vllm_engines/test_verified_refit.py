@@ -76,7 +76,6 @@ def what_is_held(worker):
 
 
 def on_processes(worker, processes, function, arguments):
-    """Call a function in some of the processes; `arguments` of each."""
     if worker.rank in processes:
         function(worker, *arguments[worker.rank])
 
@@ -166,7 +165,7 @@ def experts_refitted(folder, kernel):
 
     def refit(engine, version, *after_receipt):
         engine.begin_refit(version)
-        for message in tiny.messages(tensors_of(model, version), 100_000):
+        for message in messages(tensors_of(model, version), transports.SharedMemorySender(100_000)):
             engine.load_bucket(message)
         for step in after_receipt:
             step()

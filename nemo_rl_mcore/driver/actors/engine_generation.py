@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig, GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.driver.actors.actor import (
     LOOK_EVERY_S,
@@ -560,7 +561,8 @@ def as_requests(data: BatchedDataDict) -> list[Request]:
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
     """Return a batch like `GenerationInterface.generate`, with weight_versions int64 [B, T] and digests int64 [B].
 
-    weight_versions: the version of the weights that sampled each token, -1 after the end.
+    weight_versions: the version of the weights that sampled each token, -1 after the end. With router replay also
+    routed_experts, a list of each row's `Response.routes`.
     """
     tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(len(responses), max_new_tokens)
@@ -571,7 +573,7 @@ def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataD
         of_tokens = (response.tokens, response.logprobs, response.versions)
         for column, values in zip(columns, of_tokens, strict=True):
             column[row, : len(response.tokens)] = values
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         tokens=tokens_BT,
         logprobs=logprobs_BT,
         lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
@@ -579,3 +581,6 @@ def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataD
         weight_versions=versions_BT,
         digests=torch.tensor([response.digest for response in responses], dtype=torch.long),
     )
+    if any(response.routes is not None for response in responses):
+        batch[ROUTED_EXPERTS] = [response.routes for response in responses]
+    return batch

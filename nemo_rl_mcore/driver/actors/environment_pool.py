@@ -23,7 +23,6 @@ import ray
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.custom_code import HANDED, RAISED
 from nemo_rl_mcore.config.environment import PROCESS_START_S, RETRIES
-from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.activity import LoopThread
 from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, settled
@@ -35,6 +34,7 @@ from nemo_rl_mcore.driver.actors.supervised import Construction, actor_class
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.environment.registry import EnvironmentProcess
+from nemo_rl_mcore.environment.turns import Reply, Turn
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 
 _LONGEST_PIECE = 8

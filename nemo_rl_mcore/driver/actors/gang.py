@@ -148,8 +148,8 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
     ) -> PendingCall:
         """Begin a call of `method` on every rank, with common arguments and per-rank keyword arguments.
 
-        answering: the ranks whose answers are returned, None for all; the others only run the method. timeout_s: None
-        for the group's. key: the recipe key of that deadline. context: the call's purpose, such as "step 12", for
+        answering: the ranks whose answers are returned, None for all; the others only run the method. timeout_s: by
+        default, the group's timeout. key: the timeout's recipe key. context: the call's purpose, such as "step 12", for
         messages. Raises GroupInUseError if an earlier call's result is still pending, WorkerError if the group can no
         longer be called.
         """

@@ -120,7 +120,7 @@ class AdvantageEstimator(ABC):
 
 
 def judge_flaws(batch: BatchedDataDict, config: GRPOConfig) -> None:
-    """Overwrite the advantages of flawed answers' tokens, see `data.turns.Reply`."""
+    """Overwrite the advantages of flawed answers' tokens, see `environment.turns.Reply`."""
     for flaw in ("invalid_tool_call", "malformed_thinking"):
         advantage = getattr(config, f"{flaw}_advantage")
         if advantage is None:

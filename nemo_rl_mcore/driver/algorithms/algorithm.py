@@ -33,7 +33,7 @@ from nemo_rl_mcore.driver.algorithms.advantages import group_statistics
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch
 from nemo_rl_mcore.driver.observability.sinks import Sample, TokenTable, TurnRecord
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector, prompt_lengths
+from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector, in_environment, prompt_lengths
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, Step
 from nemo_rl_mcore.driver.rollouts.transcript import (
     REPLIES,
@@ -86,6 +86,12 @@ def samples_of(
         for name, column in batch.items()
         if name.startswith(REWARDS_PREFIX)
     }
+
+    def gives(row: int, reward: str) -> bool:
+        """Return False for a reward that only other environments give."""
+        of_one = not rollout.prompts[row].env_name
+        return of_one or any(reward in reply.get("rewards", ()) for reply in batch[REPLIES][row])
+
     return [
         Sample(
             step=step,
@@ -93,7 +99,7 @@ def samples_of(
             answer=rollout.prompts[row].answer,
             response=rollout.responses[row],
             source=rollout.prompts[row].source,
-            rewards={name: rewards[row] for name, rewards in by_name.items()} or None,
+            rewards={name: rewards[row] for name, rewards in by_name.items() if gives(row, name)} or None,
             turns=[*_turns(batch, row, tokenizer)] if TURN_OF_TOKEN in batch else None,
             tokens=_token_table(batch.slice(row, row + 1), tokenizer, of_validation)
             if row < tables
@@ -149,9 +155,19 @@ def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bo
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Return metrics of the answers' rewards and lengths, and of their advantages if the batch has any.
 
-    An answer is an episode, whose prompt is in its first row. Dropped episodes contribute only their number and their
-    tokens, which ran through the model; if all episodes are dropped, there are no other metrics.
+    If there are several environments, each one's metrics are added, as train/env/math/reward. An answer is an episode,
+    whose prompt is in its first row. Dropped episodes contribute only their number and their tokens, which ran through
+    the model; if all episodes are dropped, there are no other metrics.
     """
+    metrics, parts = _rollout_metrics(rollout), rollout.by_environment()
+    if len(parts) > 1:  # an environment's own rewards have no mean over all rows
+        metrics = {key: value for key, value in metrics.items() if not key.startswith(REWARDS_PREFIX)}
+    for name, part in parts.items() if "" not in parts else ():
+        metrics |= {in_environment(key, name): value for key, value in _rollout_metrics(part).items()}
+    return metrics
+
+
+def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
     batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
     metrics = {"train/total_num_tokens": float(batch["input_lengths"].sum())} | episode_metrics(batch)
     if not len(episodes.first):
@@ -356,10 +372,10 @@ class Algorithm[Config: RunConfig](ABC):
         metrics |= counted.result()
 
     def validate(self, step: int) -> dict[str, float]:
-        """Answer the held-out prompts, offload the engine, and return mean reward and accuracy, overall and by source.
+        """Answer the held-out prompts, offload the engine, and return mean reward and accuracy.
 
-        The answers are greedy, or sampled if the recipe requests it; with several answers per prompt, the metrics
-        include pass_k. Episodes that are dropped or not scored do not count.
+        They are overall, by source and by environment. The answers are greedy, or sampled if the recipe requests it;
+        with several answers per prompt, the metrics include pass_k. Dropped and unscored episodes do not count.
         """
         loop = self.config.loop
         answers, greedy = 1, True
@@ -379,14 +395,16 @@ class Algorithm[Config: RunConfig](ABC):
             kept += map(bool, ~uncounted_rows(rollout.batch)[first])
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # only after the whole validation has succeeded
-        by_source: dict[str, list[float]] = {"validation": []}
+        rewards_of: dict[str, list[float]] = {"validation": []}
         answered = [prompt for prompt in prompts for _ in range(answers)]
         for prompt, sample in compress(zip(answered, judged, strict=True), kept):
-            by_source["validation"].append(sample.reward)
-            if prompt.source:
-                by_source.setdefault(f"validation/{prompt.source}", []).append(sample.reward)
+            places = ["validation"]
+            places += [f"validation/{prompt.source}"] if prompt.source else []
+            places += [in_environment("validation", prompt.env_name)] if prompt.env_name else []
+            for place in places:
+                rewards_of.setdefault(place, []).append(sample.reward)
         metrics: dict[str, float] = {}
-        for name, rewards in by_source.items():
+        for name, rewards in rewards_of.items():
             if rewards:
                 metrics[f"{name}/reward"] = sum(rewards) / len(rewards)
                 metrics[f"{name}/accuracy"] = sum(reward >= 1.0 for reward in rewards) / len(rewards)

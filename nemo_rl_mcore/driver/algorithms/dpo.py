@@ -42,7 +42,7 @@ class ReferenceBlocks:
     The last bits of a row's values depend on the other rows in the same forward pass. So each row is always computed in
     the same block, and a resumed run, which recomputes it, gets the same values. A pair's block is the batch of the
     step that first draws it, if KEPT_BYTES can hold all blocks up to that one. All other pairs, and pairs from a source
-    without passes, are computed in the batch of every step that draws them.
+    that never repeats, are computed in the batch of every step that draws them.
 
     ask: returns log-probabilities [B, S], 0 where token_mask is 0. count: pairs per step. longest: tokens per row.
     """

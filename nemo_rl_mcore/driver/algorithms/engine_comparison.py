@@ -96,8 +96,8 @@ def compare(
 ) -> Comparison:
     """Compare the policy with engines that hold its weights, after each prompt, over the whole vocabulary.
 
-    temperature: `RunConfig.logprob_temperature`, by which both sides divide their logits. The comparison changes
-    neither side and draws no noise. Raises EnginesDifferError for an engine with a different vocabulary size.
+    temperature: the divisor of both sides' logits. The comparison changes neither side and draws no noise. Raises
+    EnginesDifferError for an engine with a different vocabulary size.
     """
     # Training computes logits only where a token follows; any token works, as positions do not see later tokens.
     trained_NV = torch.full((len(prompts), vocabulary), torch.nan, dtype=torch.float64)
@@ -144,7 +144,7 @@ def compare_at_start(
     config: RunConfig, policy: Policy, engines: EngineGeneration, prompts: Sequence[Sequence[int]]
 ) -> str:
     """Compare as `compare` does, and return a line that reports agreement; raise EnginesDifferError."""
-    vocabulary, temperature = config.policy.model.vocab_size, config.logprob_temperature
+    vocabulary, temperature = config.policy.model.vocab_size, config.logprob_sampling.temperature
     found = compare(policy, engines, prompts, vocabulary=vocabulary, temperature=temperature)
     return found.require(bounds_of(config.policy))
 

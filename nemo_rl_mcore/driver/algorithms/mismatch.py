@@ -20,6 +20,7 @@ from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.loss import KLType
 from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, EpisodeRows
@@ -44,11 +45,17 @@ def model_inputs(batch: BatchedDataDict, *more: str) -> BatchedDataDict:
 def add_logprobs(
     batch: BatchedDataDict, policy: Policy, loss: ClippedPGLossConfig, *, previous: bool = True
 ) -> None:
-    """Add fp32 [B, S] prev_logprobs and, for a KL penalty, reference_policy_logprobs; 0 where token_mask is 0."""
+    """Add fp32 [B, S] prev_logprobs and, for a KL penalty, reference_policy_logprobs; 0 where token_mask is 0.
+
+    With router replay the pass for prev_logprobs replays the batch's routes, or adds them.
+    """
     inputs = model_inputs(batch, "token_mask")
     if previous:
-        found = policy.get_logprobs(inputs, trained_only=True)
+        routes = [ROUTED_EXPERTS] if ROUTED_EXPERTS in batch else []
+        found = policy.get_logprobs(model_inputs(batch, "token_mask", *routes), trained_only=True)
         batch["prev_logprobs"] = found["logprobs"]
+        if ROUTED_EXPERTS in found:
+            batch[ROUTED_EXPERTS] = found[ROUTED_EXPERTS]
     if loss.reference_policy_kl_penalty != 0:
         reference = policy.get_reference_policy_logprobs(inputs, trained_only=True)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]

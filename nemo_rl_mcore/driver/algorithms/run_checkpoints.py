@@ -44,8 +44,8 @@ from nemo_rl_mcore.errors import ChangedRunError, RanksFailedError, RunStoppedEr
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 _NAMED_SAMPLES = 8
-_LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass",)
-"""Columns in which -inf is valid: a teacher's top k leaves no mass if it covers the whole vocabulary."""
+_LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass", "prev_logprobs")
+"""Columns in which -inf is valid: a teacher's top k may leave no mass, and filters may exclude a sampled token."""
 NOT_WRITTEN = "checkpoint-not-written"
 """Error code for a checkpoint folder that cannot be written to."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.data.chat import Observer
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.rollouts.transcript import (
     DIGESTS,
     RESPONSES,
+    REWARDS_PREFIX,
     WEIGHT_VERSIONS,
     Piece,
     Transcript,
@@ -37,6 +38,7 @@ from nemo_rl_mcore.driver.rollouts.transcript import (
     padded,
     tokens_of,
 )
+from nemo_rl_mcore.environment.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 
 
@@ -47,7 +49,8 @@ class GenerationInterface(Protocol):
         """Answer prompts; return tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
         Optional results: digests int64 [B] of each row's tokens, taken where they were sampled; weight_versions int64
-        [B, T]. A row's noise depends only on (seed, step, prompt_index, sample_index, turn_index).
+        [B, T]; routed_experts, a list of `Response.routes`.
+        A row's noise depends only on (seed, step, prompt_index, sample_index, turn_index).
 
         data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optionally turn_index int64
         [B], 0 for an episode's first answer, and stop_strings, a list with one tuple per row, added to the recipe's.
@@ -80,6 +83,58 @@ class Environments(Protocol):
     def drop_reasons(self) -> Mapping[str, int]:
         """Number of turns dropped since the run began, by reason."""
         ...
+
+
+@dataclass(frozen=True)
+class EnvironmentsByName(Environments):
+    """Gives each turn to the environment of its prompt; by_name: by `Prompt.env_name`."""
+
+    by_name: Mapping[str, Environments]
+
+    def replies(self, turns: Sequence[Turn]) -> list[Reply]:
+        parts = self._parts(turns)
+        return self._joined(turns, parts, [self.by_name[name].replies(own) for name, own in parts.items()])
+
+    async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
+        parts = self._parts(turns)
+        asked = (self.by_name[name].replies_soon(own) for name, own in parts.items())
+        return self._joined(turns, parts, await asyncio.gather(*asked))
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums and, if there are several environments, each one's counts as `env/ENVIRONMENT/NAME`."""
+        total, found = Counter[str](), dict[str, float]()
+        for name, environments in self.by_name.items():
+            counts = environments.take_counts()
+            total.update(counts)
+            found |= {in_environment(key, name): count for key, count in counts.items()}
+        return found | total
+
+    @property
+    def drop_reasons(self) -> Counter[str]:
+        total = Counter[str]()
+        for environments in self.by_name.values():
+            total.update(environments.drop_reasons)
+        return total
+
+    @staticmethod
+    def _parts(turns: Sequence[Turn]) -> dict[str, list[Turn]]:
+        parts = dict[str, list[Turn]]()
+        for turn in turns:
+            parts.setdefault(turn.prompt.env_name, []).append(turn)
+        return parts
+
+    @staticmethod
+    def _joined(
+        turns: Sequence[Turn], names: Iterable[str], replies: Iterable[Sequence[Reply]]
+    ) -> list[Reply]:
+        coming = {name: iter(own) for name, own in zip(names, replies, strict=True)}
+        return [next(coming[turn.prompt.env_name]) for turn in turns]
+
+
+def in_environment(metric: str, name: str) -> str:
+    """Return the name of a metric that is measured in one environment: train/reward is train/env/math/reward."""
+    first, _, rest = metric.partition("/")
+    return "/".join(filter(None, (first, "env" if first != "env" else "", name, rest))) if name else metric
 
 
 @dataclass(frozen=True)
@@ -149,12 +204,16 @@ class Episodes:
         """Add the answers to `asked`; return the turns that need a reply from the environment."""
         self._turn += 1
         self._digests = DIGESTS in answered
-        given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
+        routes: Sequence[Any] = answered.get(ROUTED_EXPERTS, ())
+        columns = answered.without(ROUTED_EXPERTS).items()
+        given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in columns}
         for place, row in enumerate(self._open):
             of_tokens = slice(given["lengths"][place])
             ids_N, logprobs_N = given["tokens"][place, of_tokens], given["logprobs"][place, of_tokens]
             versions_N = given[WEIGHT_VERSIONS][place, of_tokens] if WEIGHT_VERSIONS in given else -1
             row.rows[-1].append(Piece(ids_N, self._turn, logprobs_N, versions_N))
+            if routes:
+                row.routes[len(row.rows) - 1] = routes[place]
             row.digests += [int(given[DIGESTS][place])] if self._digests else []
             row.turns, row.finished = self._turn, bool(given["finished"][place])
             text = self._tokenizer.decode(ids_N.tolist())
@@ -213,11 +272,11 @@ class Rollout:
 
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
     episode that is dropped or not scored), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B],
-    ending int64 [B] (`data.turns.Ending`), finished bool [B] (True if the episode was terminated), replies (for each
-    row, a list of `data.turns.Reply.to_json` results). Optional columns: weight_versions int64 [B, S] (-1 on tokens
+    ending int64 [B] (`turns.Ending`), finished bool [B] (True if the episode was terminated), replies (for each
+    row, a list of `turns.Reply.to_json` results). Optional columns: weight_versions int64 [B, S] (-1 on tokens
     that were not sampled), sampled_digests int64 [B, turns], turn_of_token int64 [B, S] (counted from 1; 0 on tokens
     that were not sampled), `rewards/NAME` [B], responses (texts, or None if not yet decoded), episode_index int64 [B]
-    (rows with the same number form one episode, in the order in which they were played).
+    (rows with the same number form one episode, in the order in which they were played), routed_experts (of engines).
     """
 
     batch: BatchedDataDict
@@ -228,6 +287,28 @@ class Rollout:
     def environment_rewards(self) -> torch.Tensor:
         batch = self.batch
         return batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
+
+    def by_environment(self) -> dict[str, Rollout]:
+        """Return each environment's rows, with its own named rewards; all under an empty name if there is only one."""
+        rows = dict[str, list[int]]()
+        for row, prompt in enumerate(self.prompts):
+            rows.setdefault(prompt.env_name, []).append(row)
+        if len(rows) == 1:
+            return dict.fromkeys(rows, self)
+        parts = dict[str, Rollout]()
+        for name, own in rows.items():
+            batch = self.batch.select_indices(own)
+            given = {
+                f"{REWARDS_PREFIX}{key}"
+                for reply in episode_replies(batch)
+                for key in reply.get("rewards", ())
+            }
+            kept = [key for key in batch if key in given or not key.startswith(REWARDS_PREFIX)]
+            batch = BatchedDataDict({key: batch[key] for key in kept})
+            parts[name] = Rollout(
+                batch, [self.prompts[row] for row in own], [self.responses[row] for row in own]
+            )
+        return parts
 
     @staticmethod
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:
@@ -316,7 +397,7 @@ class Responder:
 class RolloutCollector(Responder):
     """Plays episodes between a generation engine and an environment.
 
-    max_drop_rate: share of a step's or `collect` call's episodes that may be dropped.
+    max_drop_rate: share of an environment's episodes that may be dropped in a step or a `collect` call.
     """
 
     environments: Environments
@@ -325,8 +406,9 @@ class RolloutCollector(Responder):
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
         """Play and score `samples` episodes per prompt; raise RunStoppedError if too many are dropped."""
         batch = self.play_now(prompts, self.ask(prompts, samples), step=step, greedy=greedy)
-        self.check_drops(step, [batch])
-        return self.as_rollout(prompts, batch)
+        rollout = self.as_rollout(prompts, batch)
+        self.check_drops(step, [rollout])
+        return rollout
 
     def play_now(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
@@ -357,21 +439,30 @@ class RolloutCollector(Responder):
                 await asyncio.to_thread(episodes.hear, heard)
         return episodes.batch()
 
-    def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
-        """Raise RunStoppedError, naming the most frequent reason, if too many of a step's episodes were dropped.
+    def check_drops(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Raise RunStoppedError, naming the most frequent reason, if an environment dropped too many of its episodes.
 
-        batches: all batches of the step.
+        rollouts: all rollouts of a step.
         """
+        parts = dict[str, list[BatchedDataDict]]()
+        for rollout in rollouts:
+            for name, part in rollout.by_environment().items():
+                parts.setdefault(name, []).append(part.batch)
+        for name, batches in parts.items():
+            self._check_drops(f"step {step}{name and f', env.{name}'}", batches)
+
+    def _check_drops(self, where: str, batches: Sequence[BatchedDataDict]) -> None:
         of_batches = [dropped_rows(batch)[first_rows(batch)] for batch in batches]
         dropped, episodes = sum(int(of_one.sum()) for of_one in of_batches), sum(map(len, of_batches))
         if dropped <= self.max_drop_rate * episodes:
             return
         replies = (reply for batch in batches for reply in episode_replies(batch))
         of_replies = Counter(reply["dropped"] for reply in replies if "dropped" in reply)
-        reasons = {**of_replies, **self.environments.drop_reasons}
+        since = self.environments.drop_reasons
+        reasons = {reason: since.get(reason, count) for reason, count in of_replies.items()}
         most = max(reasons, key=lambda reason: reasons[reason], default="")
         raise RunStoppedError(
-            f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
+            f"{where}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
             f"environment gave no reply, or one that cannot be encoded; env.pool.max_drop_rate: "
             f"{self.max_drop_rate:g} is the most"
             + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else ""),

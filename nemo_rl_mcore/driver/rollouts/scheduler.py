@@ -173,14 +173,13 @@ class Step:
 
         Raises RunStoppedError if too many of the step's episodes were dropped.
         """
-        draw, scheduler, answered = self.draw, self.scheduler, list[BatchedDataDict]()
+        draw, scheduler = self.draw, self.scheduler
         assert draw is not None
         leased = self.known if scheduler is None else map(scheduler.groups_at, scheduler.leases(at_least))
         for groups, batches in leased:
-            answered += batches  # not the rollouts: training adds columns that later chunks lack
             self._taken.append(draw.rollout_of(groups, batches))
             if scheduler is not None and not scheduler.ledger.room():
-                draw.collector.check_drops(self.number, answered)
+                draw.collector.check_drops(self.number, self._taken)
             yield self._taken[-1]
 
     def whole(self) -> Rollout:

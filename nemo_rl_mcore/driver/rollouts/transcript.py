@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.batched_data_dict import EPISODE, digest_of_ids
-from nemo_rl_mcore.data.turns import Ending, Reply
+from nemo_rl_mcore.data.batched_data_dict import EPISODE, NO_ROUTE, ROUTED_EXPERTS, digest_of_ids
+from nemo_rl_mcore.environment.turns import Ending, Reply
 from nemo_rl_mcore.errors import RunStoppedError
 
 WEIGHT_VERSIONS = "weight_versions"
@@ -49,7 +49,10 @@ class Piece:
 
 @dataclass
 class Transcript:
-    """An episode so far. rows: at least one. digests: one per answer. response: text of an episode's only answer."""
+    """An episode so far. rows: at least one. digests: one per answer. response: text of an episode's only answer.
+
+    routes: by row, the experts that came with its last answer, which are those of earlier answers and more.
+    """
 
     prompt_index: int
     sample: int
@@ -62,6 +65,7 @@ class Transcript:
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
     replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], kw_only=True)
     ending: Ending | None = field(default=None, kw_only=True)
+    routes: dict[int, NDArray[Any]] = field(default_factory=dict[int, NDArray[Any]], kw_only=True)
 
     def take(self, reply: Reply) -> None:
         self.reward += reply.reward
@@ -108,11 +112,24 @@ def batch_of(
         batch[SAMPLED_DIGESTS] = each(lambda one: one.digests + [0] * (turns - len(one.digests))).long()
     if any(episode.response is not None for episode in episodes):
         batch[RESPONSES] = [episodes[place].response for place in places]
+    if any(episode.routes for episode in episodes):
+        batch[ROUTED_EXPERTS] = _padded_routes(episodes, batch["input_ids"].shape[1])
     for name in sorted({name for episode in episodes for name in episode.rewards}):
         batch[f"{REWARDS_PREFIX}{name}"] = each(lambda one, name=name: one.rewards.get(name, 0.0))
     if len(rows) > len(episodes):
         batch[EPISODE] = of_row
     return batch
+
+
+def _padded_routes(episodes: Sequence[Transcript], columns: int) -> torch.Tensor:
+    """Return [B, S, L, K], with NO_ROUTE for tokens whose experts are not known."""
+    example = next(routes for episode in episodes for routes in episode.routes.values())
+    rows = [episode.routes.get(row) for episode in episodes for row in range(len(episode.rows))]
+    padded_BSLK = np.full((len(rows), columns, *example.shape[1:]), NO_ROUTE, dtype=example.dtype)
+    for padded_SLK, routes in zip(padded_BSLK, rows, strict=True):
+        if routes is not None:
+            padded_SLK[: len(routes)] = routes
+    return torch.from_numpy(padded_BSLK)  # pyright: ignore[reportUnknownMemberType]
 
 
 def padded(

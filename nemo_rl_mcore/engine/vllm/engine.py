@@ -55,6 +55,7 @@ class EngineSettings:
 
     model_dir: folder with config.json; weights are random until the first refit. precision: `float32` or `bfloat16`.
     kv_cache_memory_bytes: None means a share of GPU memory. tokenizer: the tokenizer's folder, needed by stop strings.
+    routes: to return experts for router replay, the layers that have some and the number format; else None.
     quantization: vLLM's name for the format of the weights, except in layers that match a pattern in `unquantized`.
     further: the recipe's own arguments.
     """
@@ -74,12 +75,13 @@ class EngineSettings:
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
     tokenizer: str | None = None
+    routes: tuple[tuple[int, ...], str] | None = None
     further: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def arguments(self, machines: EngineMachines | None = None) -> dict[str, Any]:
         """Return keyword arguments of vLLM's engines; machines: for an engine on several machines."""
         processes = self.tensor_parallel_size * self.pipeline_parallel_size
-        translated = ("model_dir", "precision", "unquantized", "further")
+        translated = ("model_dir", "precision", "unquantized", "routes", "further")
         same = {name: value for name, value in vars(self).items() if name not in translated}
         arguments: dict[str, Any] = {
             **self.further,
@@ -96,12 +98,21 @@ class EngineSettings:
             "worker_extension_cls": "nemo_rl_mcore.engine.vllm.worker_extension.RefitExtension",
             "disable_log_stats": True,
         }
+        if self.routes is not None:
+            arguments["enable_return_routed_experts"] = True
         if self.unquantized:
             arguments["quantization_config"] = {"ignore": [*self.unquantized]}
         if machines is not None:
             arguments |= {"nnodes": machines.count, "node_rank": machines.number}
             arguments |= {"master_addr": machines.first, "master_port": machines.port}
         return arguments
+
+    def routes_of(self, output: Any) -> Any:
+        """Return the routes [N, L, K] of vLLM's output, which has a place for every layer; None if not asked for."""
+        if self.routes is None:
+            return None
+        layers, number_format = self.routes
+        return output.routed_experts[:, list(layers)].astype(number_format)
 
 
 def on_this_machine() -> EngineMachines | None:
@@ -123,7 +134,7 @@ class VllmEngine(Engine):
         from vllm import LLM
 
         machines = on_this_machine()
-        arguments = settings.arguments(machines)
+        self._settings, arguments = settings, settings.arguments(machines)
         self._llm = LLM(**arguments)
         self._relay = MessageRelay(over_machines=machines is not None)
         self.weights = HeldWeights()
@@ -141,7 +152,8 @@ class VllmEngine(Engine):
             tokens, finished = list(drawn.token_ids), drawn.finish_reason == "stop"
             rows: Any = zip(drawn.logprobs or (), tokens, strict=True)
             logprobs, versions = [row[token].logprob for row, token in rows], [held] * len(tokens)
-            responses.append(Response(tokens, logprobs, finished, versions, digest_of_ids(tokens)))
+            digest, routes = digest_of_ids(tokens), self._settings.routes_of(drawn)
+            responses.append(Response(tokens, logprobs, finished, versions, digest, routes))
         return responses
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
@@ -198,7 +210,7 @@ class AsyncVllmEngine(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         machines = on_this_machine()
-        arguments = AsyncEngineArgs(**settings.arguments(machines))
+        self._settings, arguments = settings, AsyncEngineArgs(**settings.arguments(machines))
         self._llm = AsyncLLM.from_engine_args(arguments)
         self._relay = MessageRelay(over_machines=machines is not None)
         self._numbers = itertools.count()
@@ -287,7 +299,7 @@ class AsyncVllmEngine(Engine):
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        finished = False
+        finished, routes = False, None
         params = _sampling_params(request, sampling)
         # Token by token, to record the version that sampled each.
         params.output_kind = RequestOutputKind.DELTA
@@ -301,7 +313,9 @@ class AsyncVllmEngine(Engine):
             logprobs += [row[token].logprob for row, token in rows]
             versions += [self.weights.newest] * len(drawn.token_ids)
             finished = drawn.finish_reason == "stop"
-        return Response(tokens, logprobs, finished, versions, digest_of_ids(tokens))
+            if output.finished:
+                routes = self._settings.routes_of(drawn)
+        return Response(tokens, logprobs, finished, versions, digest_of_ids(tokens), routes)
 
 
 def _sampling_params(request: Request, sampling: Sampling) -> Any:

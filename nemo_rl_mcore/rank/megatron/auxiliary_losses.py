@@ -50,6 +50,7 @@ from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.megatron.batching import own_columns
 from nemo_rl_mcore.rank.megatron.model_class import language_models, modules_of
 from nemo_rl_mcore.rank.megatron.passes import next_tokens, tokens_to_train
 
@@ -119,7 +120,7 @@ class AuxiliaryLosses:
         # Without a real token the load-balancing loss would be 0/0; its scale is 0 anyway.
         shows_padding = self._balances and bool(real.any())
         # Megatron multiplies this rank's part of a load-balancing loss by this number of tokens.
-        own_padding = self._own_columns(microbatch.padding)
+        own_padding = own_columns(config, microbatch.padding)
         routed = own_padding.numel()
         if shows_padding:
             routed = int(real.sum()) if self._counts_all_ranks else int((~own_padding).sum())
@@ -157,8 +158,8 @@ class AuxiliaryLosses:
         if terms.shows_padding:
             # The first chunk splits the mask along with the sequence; the others expect it split.
             first = get_attr_wrapped_model(model, "pre_process")
-            inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
-        self._router_padding = self._own_columns(padding_BS).t().flatten()
+            inputs["padding_mask"] = padding_BS if first else own_columns(self._config, padding_BS)
+        self._router_padding = own_columns(self._config, padding_BS).t().flatten()
         self._tracker.factor = terms.recorded
         return inputs
 
@@ -232,12 +233,6 @@ class AuxiliaryLosses:
         packed = parallel_groups.gather_over_data_parallel_ranks(packed).sum(0)
         *sums, count = packed.tolist()
         return [value / max(count, 1.0) for value in sums]
-
-    def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        if not self._config.sequence_parallel:
-            return mask_BS
-        ranks = parallel_groups.group("tensor")
-        return mask_BS.chunk(ranks.size(), dim=1)[ranks.rank()]
 
     @cached_property
     def _counts_all_ranks(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.megatron import UNDIVIDED, PeftConfig
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.ops.sampling import at_temperature
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
@@ -40,6 +41,7 @@ from nemo_rl_mcore.rank.megatron.lora import adapters_off
 from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of, weights_of
 from nemo_rl_mcore.rank.megatron.passes import ModelPass
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
+from nemo_rl_mcore.rank.megatron.router_replay import Recording
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend, evaluation_mode
 from nemo_rl_mcore.rank.policy_backend import (
     BackendOptions,
@@ -91,7 +93,12 @@ class MegatronBackend(MegatronTrainBackend):
         self._weights_away, self._state_away = _Shelf(), _Shelf()
         self._present: OnDevice | None = OnDevice.EVERYTHING  # None while parts are being moved
         self.device = accelerator.device()
-        self.decoding = partial(generation.DecodingSession, self.forward, policy.model.vocab_size)
+        self.decoding = partial(
+            generation.DecodingSession,
+            self.forward,
+            policy.model.vocab_size,
+            keeps_routes=policy.engines_return_routes,
+        )
         self.full_tensors = partial(full_tensors, self.chunks, policy)
         self.filling = partial(WholeWeightFilling, self.chunks, policy.model)
 
@@ -117,18 +124,29 @@ class MegatronBackend(MegatronTrainBackend):
         trained_only: bool = False,
         of_reference: bool = False,
     ) -> Tensor:
-        """of_reference: under the reference weights; the policy's own are restored, also after an error."""
-        kind = self.forward.passes.logprobs(trained_only=trained_only)
+        """of_reference: under the reference weights, unfiltered; the policy's own are restored, also after an error."""
+        kind = self.forward.passes.logprobs(trained_only=trained_only, filtered=not of_reference)
         if not of_reference:
             return self._read("get_logprobs", data, micro_batch_size, kind)[0]
         reference = self._reference
+        data = data.without(ROUTED_EXPERTS)
         with adapters_off(self.chunks) if reference is None else reference.swapped_in():
             return self._read("get_reference_policy_logprobs", data, micro_batch_size, kind)[0]
+
+    def logprobs_and_routes(
+        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities, and the experts that their pass chose for each token, [B, S, L, K]."""
+        assert self.forward.routes is not None
+        recording: Recording = {}
+        kind = replace(self.forward.passes.logprobs(trained_only=trained_only), recording=recording)
+        [logprobs] = self._read("get_logprobs", data, micro_batch_size, kind)
+        return logprobs, self.forward.routes.gathered(recording, *logprobs.shape)
 
     def topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
     ) -> TopKLogits:
-        kind = self.forward.passes.topk(k, trained_only=trained_only)
+        kind, data = self.forward.passes.topk(k, trained_only=trained_only), data.without(ROUTED_EXPERTS)
         logits, indices, logsumexp, tail = self._read("get_topk_logits", data, micro_batch_size, kind, 4)
         return TopKLogits(logits, indices, logsumexp, tail)
 

@@ -75,7 +75,7 @@ class ContextParallelMicrobatch(Microbatch):
 
 
 def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
-    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order; borders: of a packed row's samples.
+    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in order; borders: those between packed samples.
 
     grad_of_every_rank_is_whole: each rank's incoming gradient is complete, and it keeps its own part; otherwise the
     ranks' gradients are partial, and are summed.
@@ -102,6 +102,14 @@ def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
         slices = torch.arange(start, end).view(2 * ranks, -1)
         parts.append(torch.cat([slices[:ranks], slices.flip(0)[:ranks]], dim=1))
     return torch.cat(parts, dim=1)
+
+
+def own_columns(config: TransformerConfig, values_BC: Tensor) -> Tensor:
+    """Return this rank's columns under sequence parallelism, of [B, C, ...]; otherwise all."""
+    if not config.sequence_parallel:
+        return values_BC
+    ranks = parallel_groups.group("tensor")
+    return values_BC.chunk(ranks.size(), dim=1)[ranks.rank()]
 
 
 def column_multiple(config: TransformerConfig, slices: int) -> int:

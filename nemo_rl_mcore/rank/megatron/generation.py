@@ -31,15 +31,21 @@ NextLogits = Callable[[torch.Tensor], torch.Tensor]
 """From all tokens so far [B, L] to the next token's logits [B, V], equal on every rank of a model copy."""
 
 
-def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
-    """Return a decoder with a KV cache if the layout allows one, else a decoder that runs a whole pass per token."""
+def next_logits(
+    model: ForwardBackward, rows: int, max_length: int, routes: list[torch.Tensor] | None = None
+) -> NextLogits:
+    """Return a decoder with a KV cache if the layout allows one, else a decoder that runs a whole pass per token.
+
+    routes: if given, it is kept as the routes of the tokens so far, in parts [B, tokens, L, K] that follow each other.
+    """
     config = model.config
     divided = max(config.pipeline_model_parallel_size, config.context_parallel_size) > 1
-    # Megatron's own Mamba layers keep their state only in Megatron's inference engine.
-    stateless = accelerator.has_cuda() and config.mamba_num_heads is not None
+    # Megatron's own Mamba layers keep their state only in Megatron's inference engine, and gated delta nets nowhere.
+    recurrent = config.mamba_num_heads is not None or config.linear_attention_freq is not None
+    stateless = accelerator.has_cuda() and recurrent
     if divided or config.sequence_parallel or stateless:
-        return partial(_recomputed_logits, model)
-    return partial(_cached_logits, model, StaticInferenceContext(rows, max_length))
+        return partial(_recomputed_logits, model, routes)
+    return partial(_cached_logits, model, StaticInferenceContext(rows, max_length), routes)
 
 
 # Matrix products of very few rows round differently, and a response must not depend on the batch's other prompts.
@@ -55,7 +61,10 @@ class _Place:
 
 
 def _cached_logits(
-    model: ForwardBackward, cache: StaticInferenceContext, sequences_BL: torch.Tensor
+    model: ForwardBackward,
+    cache: StaticInferenceContext,
+    routes: list[torch.Tensor] | None,
+    sequences_BL: torch.Tensor,
 ) -> torch.Tensor:
     """Run only the tokens that are not in the cache: each distinct prompt once, then one token per row."""
     offset, of_row_B = cache.sequence_len_offset, None
@@ -70,6 +79,10 @@ def _cached_logits(
         output_processor=_logits_at,
         output_processor_context=_Place(unread - 1, of_row_B),
     )
+    if routes is not None:
+        assert model.routes is not None
+        found = model.routes.of_last_pass(len(sequences_BL))
+        routes.append(found if of_row_B is None else found[of_row_B])
     cache.increment_sequence_len_offset(unread)
     cache.enable_decode_mode()
     if of_row_B is not None:
@@ -77,7 +90,9 @@ def _cached_logits(
     return logits_BV
 
 
-def _recomputed_logits(model: ForwardBackward, sequences_BL: torch.Tensor) -> torch.Tensor:
+def _recomputed_logits(
+    model: ForwardBackward, routes: list[torch.Tensor] | None, sequences_BL: torch.Tensor
+) -> torch.Tensor:
     rows, length = sequences_BL.shape
     padded = torch.nn.functional.pad(sequences_BL, (0, -length % model.batching.column_multiple))
     input_ids, positions, mask = causal_inputs(padded)
@@ -109,6 +124,9 @@ def _recomputed_logits(model: ForwardBackward, sequences_BL: torch.Tensor) -> to
     )
     with together("the next token", parallel_groups.group("pipeline")):
         guard.raise_error()
+    if routes is not None:  # in an engine, whose model is not divided
+        assert model.routes is not None
+        routes[:] = [model.routes.of_last_pass(rows)[:, :length]]
     logits_BV = parts[0] if parts else None
     if logits_BV is not None and context_ranks.size() > 1:
         dist.broadcast(logits_BV, group=context_ranks, group_src=owner)
@@ -160,6 +178,7 @@ class DecodingSession:
 
     model: ForwardBackward
     vocab_size: int
+    keeps_routes: bool = field(default=False, kw_only=True)
     _waiting: deque[_Batch] = field(default_factory=lambda: deque[_Batch]())
     _batch: _Batch | None = None
     _rows: int = 0
@@ -193,7 +212,7 @@ class DecodingSession:
                 steps = largest(batch.bound)
                 if not steps:
                     return None
-                batch.start(self.model, steps)
+                batch.start(self.model, steps, keeps_routes=self.keeps_routes)
                 self._batch = batch
             sampled = self._batch.step(self.vocab_size)
         if not largest(len(self._batch.open)):
@@ -203,7 +222,8 @@ class DecodingSession:
     def reread(self) -> None:
         """Drop the cache: the next step recomputes it over all tokens so far, with the current weights."""
         if (batch := self._batch) is not None:
-            batch.start(self.model, batch.steps - len(batch.new_tokens[0]))
+            steps = batch.steps - len(batch.new_tokens[0])
+            batch.start(self.model, steps, keeps_routes=self.keeps_routes)
 
 
 class _Batch:
@@ -223,12 +243,13 @@ class _Batch:
         self._sequences_BL = torch.tensor([list(request.prompts[place]) for place in places])
         self._keys_B = request.keys_B[places]
 
-    def start(self, model: ForwardBackward, steps: int) -> None:
+    def start(self, model: ForwardBackward, steps: int, *, keeps_routes: bool) -> None:
         """Start a new, empty cache for `steps` more tokens, which may be more than the batch's own bound."""
         self.steps, device = len(self.new_tokens[0]) + steps, accelerator.device()
         self._sequences_BL, self._keys_B = self._sequences_BL.to(device), self._keys_B.to(device)
         rows, length = self._sequences_BL.shape
-        self._next_logits = next_logits(model, rows, length + steps)
+        self._routes: list[torch.Tensor] | None = [] if keeps_routes else None
+        self._next_logits = next_logits(model, rows, length + steps, self._routes)
 
     def step(self, vocab_size: int) -> SampledTokens:
         drawn = len(self.new_tokens[0])
@@ -244,14 +265,17 @@ class _Batch:
             new_tokens.append(token)
         rows, places = [*self.open], [*self.open.values()]
         stopped = [self._stops[place].met_by(self.new_tokens[place]) for place in places]
-        at_limit = drawn + 1 == self.bound
+        at_limit, routes = drawn + 1 == self.bound, dict[int, torch.Tensor]()
         for row, ends in zip(rows, stopped, strict=True):
             if ends or at_limit:
-                del self.open[row]
+                place = self.open.pop(row)
+                if self._routes is not None:
+                    routes[row] = torch.cat([part[place] for part in self._routes]).cpu()
         at = torch.tensor(places, dtype=torch.long)
         return SampledTokens(
             torch.tensor(rows, dtype=torch.long),
             tokens_B.cpu()[at],
             logprobs_B.cpu()[at],
             torch.tensor(stopped, dtype=torch.bool),
+            routes,
         )

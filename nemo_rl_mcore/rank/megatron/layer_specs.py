@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -42,6 +43,7 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.batching import gather_in_order, zigzag
+from nemo_rl_mcore.rank.megatron.recurrent_layers import ReferenceDeltaNet
 
 _BLOCK = 512
 """Queries per block under context parallelism; a block's mask takes 5 bytes per query and key."""
@@ -95,7 +97,7 @@ class LocalAttention(DotProductAttention):
 
         attention_mask: bool, broadcast to [B, N, Q, K], true where attention is masked out. Without one a causal layer
         masks the future, and a single query sees every key. Sliding-window layers also mask keys outside the window.
-        packed_seq_params: borders of the samples in a row, under context parallelism; inputs and result then have no
+        packed_seq_params: the row's sample boundaries, under context parallelism; inputs and result then have no
         dimension B.
         """
         shared = parallel_groups.group("context").size() > 1
@@ -211,19 +213,25 @@ _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm for local layers; unlike WrappedTorchNorm it allows sequence parallelism.
 
-    A mark on its weight makes `finalize_model_grads` sum the gradient over the tensor-parallel ranks.
+    A weight centred at 0 multiplies by 1 plus its value, in fp32 at least. A mark on the weight makes
+    `finalize_model_grads` sum its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
         super().__init__()
-        self.eps = eps
+        self.eps, self.centre = eps, 1 if config.layernorm_zero_centered_gamma else 0
         self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=accelerator.device())
+            torch.full((hidden_size,), 1.0 - self.centre).to(accelerator.device(), config.params_dtype)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        normed = torch.nn.functional.rms_norm
+        if not self.centre:
+            return normed(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        weight = self.weight.to(precision) + self.centre
+        return normed(hidden.to(precision), (hidden.shape[-1],), weight, self.eps).to(hidden.dtype)
 
 
 def use_transformer_engine(config: MegatronConfig) -> bool:
@@ -243,15 +251,21 @@ def norm_of(config: MegatronConfig) -> Any:
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     """Return a layer's ModuleSpec or a stage's submodules; GPTModel accepts both, despite its annotation."""
-    layer, frequency = layer_spec(config, transformer), transformer.moe_layer_freq
-    if use_transformer_engine(config) and not isinstance(frequency, list):
-        return layer
+    frequency, interval = transformer.moe_layer_freq, transformer.linear_attention_freq
+    mixed = isinstance(frequency, list) or interval is not None
+    if use_transformer_engine(config) and not mixed:
+        return layer_spec(config, transformer)
     # The submodules include the final norm; a layer's spec would leave upstream's there.
-    layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    if isinstance(frequency, list):
-        dense = layer_spec(config, transformer, dense=True)
-        first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
-        layers = [layer if frequency[number] else dense for number in range(first, first + len(layers))]
+    first = get_transformer_layer_offset(transformer, vp_stage=vp_stage) if mixed else 0
+    layers = [
+        layer_spec(
+            config,
+            transformer,
+            dense=isinstance(frequency, list) and not frequency[number],
+            linear=isinstance(interval, int) and (number + 1) % interval != 0,
+        )
+        for number in range(first, first + get_num_layers_to_build(transformer, vp_stage=vp_stage))
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_of(config))
 
 
@@ -284,8 +298,10 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
     return block
 
 
-def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
-    """Return one layer's spec; dense: without experts, in a model with experts in other layers.
+def layer_spec(
+    config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False, linear: bool = False
+) -> ModuleSpec:
+    """Return one layer's spec; dense: a dense layer of an MoE model; linear: with a gated delta net.
 
     Raises RefusedError for context parallelism on GPUs with local layers, and for layers that the installed Megatron
     cannot build.
@@ -308,7 +324,8 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
             code="missing-package",
         )
     if not engine:
-        return _local_layer_spec(transformer, experts)
+        layer = _local_layer_spec(transformer, experts)
+        return _with_delta_net(layer, engine=False) if linear else layer
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
         moe_grouped_gemm=transformer.moe_grouped_gemm,
@@ -317,7 +334,63 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     )
     if latent:
         cast(Any, layer.submodules).self_attention.module = LatentAttention
-    return layer
+    return _with_delta_net(layer, engine=True) if linear else layer
+
+
+def _with_delta_net(layer: ModuleSpec, *, engine: bool) -> ModuleSpec:
+    """Return the layer's spec with a gated delta net; engine: upstream's, for which fla must be installed."""
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=_NormOfHeads, out_proj=RowParallelLinear
+    )
+    net: type = ReferenceDeltaNet
+    if engine:
+        if importlib.util.find_spec("fla") is None:
+            raise RefusedError(
+                "policy.model.linear_attention_freq: on GPUs gated delta nets need the package "
+                "flash-linear-attention; install it, or set policy.megatron_cfg.transformer_impl: local, which is slow",
+                code="missing-package",
+            )
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        net = GatedDeltaNet
+        parts = replace(parts, in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)
+    # Transformer Engine fuses the norm into the projection; checkpoints of both have the same names.
+    names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    submodules: Any = layer.submodules
+    renamed = {} if engine else submodules.sharded_state_dict_keys_map | names
+    attention = ModuleSpec(module=net, submodules=parts)
+    return replace(
+        layer,
+        submodules=replace(submodules, self_attention=attention, sharded_state_dict_keys_map=renamed),
+    )
+
+
+class _NormOfHeads:
+    """The norm of a gated delta net's heads, whose weight is not centred at 0.
+
+    Each tensor-parallel rank norms its own heads: the weight's gradients are summed, by `finalize_model_grads` under
+    sequence parallelism.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+        centred = copy(config)
+        centred.layernorm_zero_centered_gamma = False
+        kind: Any = RMSNorm
+        if config.transformer_impl == "transformer_engine":
+            from megatron.core.extensions.transformer_engine import TENorm as kind
+        norm, ranks = kind(centred, hidden_size, eps), parallel_groups.group("tensor")
+        if ranks.size() > 1 and not config.sequence_parallel:
+            norm.weight.register_hook(lambda grad: _summed(grad, ranks))
+        return norm
+
+
+def _summed(grad: torch.Tensor, ranks: torch.distributed.ProcessGroup) -> torch.Tensor:
+    total = grad.clone()
+    torch.distributed.all_reduce(total, group=ranks)
+    return total
 
 
 def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:

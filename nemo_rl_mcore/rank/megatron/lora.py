@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -154,10 +155,11 @@ def adapter_state(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> Sh
                 replica = (0, 0 if cut or of_expert else ranks.rank(), copy_of_expert if of_expert else copy)
                 offsets = ((axis, ranks.rank(), ranks.size()),) if cut else ()
                 sizes: Sequence[int] = (parameter.shape[0],)
-                if axis == 0 and layout.packing is Packing.GATED:
+                if axis == 0 and layout.sections is not None:
+                    sections = chain.from_iterable(layout.sections(policy.model))
+                    sizes = [size // ranks.size() for size in sections]
+                elif axis == 0 and layout.packing is Packing.JOINED:
                     sizes = (parameter.shape[0] // 2,) * 2
-                elif axis == 0 and layout.sections is not None:
-                    sizes = [size // ranks.size() for size in layout.sections(policy.model)]
                 key = f"{adapter.name}.{what}"
                 of_chunk[f"{module}.{what}"] = _sharded(key, parameter, sizes, offsets, replica)
     return state

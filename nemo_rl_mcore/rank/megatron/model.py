@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.model import ROPE_TURNS, RopeScalingConfig
+from nemo_rl_mcore.config.model import ROPE_TURNS, ROTATED_SHARE, RopeScalingConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models.frozen import frozen_of
 from nemo_rl_mcore.rank import accelerator
@@ -50,6 +50,10 @@ _OF_EXPERTS = (
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
 )
 _OF_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+_OF_DELTA_NETS = (
+    *("linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _OF_LAYOUT = (
     *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
@@ -165,6 +169,10 @@ def _settings_of_layers(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any
         settings["window_attn_skip_freq"] = [int(layer % 2 == 0) for layer in range(model.num_layers)]
     if model.shape.has_mamba:
         settings |= _values(model, _OF_MAMBA)
+    if model.linear_attention_freq is not None:
+        settings |= _values(model, _OF_DELTA_NETS) | {"experimental_attention_variant": "gated_delta_net"}
+        settings |= {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+        settings["moe_shared_expert_gate"] = model.moe_shared_expert_intermediate_size is not None
     if model.num_moe_experts is not None:
         settings |= _values(model, _OF_EXPERTS) | _values(config, _OF_EXPERT_LAYOUT)
         settings["moe_layer_freq"] = 1 if model.moe_layer_freq is None else [*model.moe_layer_freq]
@@ -205,6 +213,7 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=model.tie_word_embeddings,
             position_embedding_type="rope" if model.hybrid_layer_pattern is None else "none",
+            rotary_percent=1.0 if model.linear_attention_freq is None else ROTATED_SHARE,
             rotary_base=model.rotary_base,
             vp_stage=vp_stage,
         )

@@ -166,7 +166,7 @@ def load_optimizer_state(
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """Return the number of updates in the moments; every rank takes part, also if its weights are frozen."""
+    """Return the number of updates in the moments; every rank takes part, even if its weights are frozen."""
     steps = [
         float(holder[_STEP])
         for part in parts_of(optimizer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,18 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Tokens whose log-probabilities to return: next ids int64 [S, B], 0 where the bool mask [S, B] is false."""
+    """Tokens whose log-probabilities to return: next ids int64 [S, B], 0 where the bool mask [S, B] is false.
+
+    top_k, top_p: filters, only of the unfused head. with_unfiltered: return unfiltered log-probabilities last.
+    """
 
     targets_SB: torch.Tensor
     mask_SB: torch.Tensor
     temperature: float = 1.0
     with_entropy: bool = False
+    top_k: int | None = None
+    top_p: float = 1.0
+    with_unfiltered: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,17 +74,19 @@ def unfused_processor(vocab_size: int) -> Processor:
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
         scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
     ) -> Outputs:  # fmt: skip
-        def logprobs(hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        def logprobs(hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> Outputs:
             logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
-            return vocab_parallel_logprobs(
+            selected = partial(
+                vocab_parallel_logprobs,
                 scale_logits(logits),
                 targets,
                 tp_group=parallel_groups.group("tensor"),
                 temperature=context.temperature,
                 mask=mask,
-                with_entropy=context.with_entropy,
                 vocab_size=vocab_size,
             )
+            found = selected(with_entropy=context.with_entropy, top_k=context.top_k, top_p=context.top_p)
+            return (*all_of(found), *all_of(selected())) if context.with_unfiltered else found
 
         whole = hidden_states, context.targets_SB, context.mask_SB
         if output_layer.sequence_parallel:
@@ -88,7 +97,7 @@ def unfused_processor(vocab_size: int) -> Processor:
         hidden_N1H = rows.select(hidden_states.flatten(0, 1)).unsqueeze(1)
         found = logprobs(hidden_N1H, rows.select(context.targets_SB.flatten()).unsqueeze(1), None)
         spread = [rows.spread(one.squeeze(1)).view_as(context.targets_SB) for one in all_of(found)]
-        return tuple(spread) if context.with_entropy else spread[0]
+        return tuple(spread) if isinstance(found, tuple) else spread[0]
 
     return process
 

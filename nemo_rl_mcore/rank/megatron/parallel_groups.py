@@ -149,7 +149,7 @@ def broadcast_from_last_stage(value: Any) -> Any:
 
 
 def broadcast_tensor_from_last_stage(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the last pipeline stage's tensor on every stage; the others pass None and need not know its shape."""
+    """Return the last pipeline stage's tensor on every stage; the others pass None and need no shape."""
     ranks = group("pipeline")
     if ranks.size() == 1:
         assert tensor is not None

@@ -29,6 +29,7 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.model_class import ValueHead
 from nemo_rl_mcore.rank.megatron.output_processor import (
@@ -41,6 +42,7 @@ from nemo_rl_mcore.rank.megatron.output_processor import (
     student_processor,
     topk_processor,
 )
+from nemo_rl_mcore.rank.megatron.router_replay import Recording
 from nemo_rl_mcore.rank.sums import LocalSums
 
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
@@ -54,34 +56,38 @@ class ModelPass:
     processor: called by Megatron's hook at the end of the last stage. wanted: returns a mask [B, S] of the microbatch's
     rows, true where the next token's output is needed. context: returns the processor's context, from the microbatch
     and this mask in the model's layout. collect: returns the microbatch's result, from the processor's output.
+    recording: takes the routes of the pass, if they are recorded.
     """
 
     processor: Processor
     wanted: Callable[[BatchedDataDict], torch.Tensor]
     context: Callable[[Microbatch, torch.Tensor], Any]
     collect: Callable[[Microbatch, Outputs], LossTriple]
+    recording: Recording | None = None
 
 
 @dataclass(frozen=True)
 class Passes:
     """The passes over one model.
 
-    token_processor: for the batch's own tokens, fused or unfused. temperature: divides the logits in every pass.
+    token_processor: for the batch's own tokens, fused or unfused. sampling: the temperature divides the logits in every
+    pass, and the filters apply to the batch's own tokens.
     linear_options: for passes that always use the output weight directly. value_head: on a critic's last stage.
     """
 
     token_processor: Processor
-    temperature: float
+    sampling: SamplingParams
     linear_options: LinearLogprobsOptions
     value_head: ValueHead | None = None
 
-    def logprobs(self, *, trained_only: bool = False) -> ModelPass:
+    def logprobs(self, *, trained_only: bool = False, filtered: bool = True) -> ModelPass:
         """Return the pass for the log-probabilities of all real tokens, or of those in token_mask.
 
         Each result is a tuple (places, ([B, S],)).
         """
         wanted = partial(next_token_mask, trained_only=trained_only)
-        return ModelPass(self.token_processor, wanted, self._select_tokens, _collect_of_next_token)
+        context = partial(self._select_tokens, filtered=filtered)
+        return ModelPass(self.token_processor, wanted, context, _collect_of_next_token)
 
     def values(self) -> ModelPass:
         """Return the pass for the values of the states before all real tokens; each result is (places, ([B, S],))."""
@@ -113,7 +119,9 @@ class Passes:
         return ModelPass(
             topk_processor(self.linear_options),
             wanted=partial(next_token_mask, trained_only=trained_only),
-            context=lambda _microbatch, mask_BS: TopKSelection(k, _by_position(mask_BS), self.temperature),
+            context=lambda _microbatch, mask_BS: TopKSelection(
+                k, _by_position(mask_BS), self.sampling.temperature
+            ),
             collect=collect,
         )
 
@@ -123,14 +131,18 @@ class Passes:
         def select_at_ids(microbatch: Microbatch, mask_BS: torch.Tensor) -> StudentSelection:
             tokens = None
             if loss_fn.needs_tokens:
-                tokens = self._select_tokens(microbatch, mask_BS, loss_fn.needs_entropy)
+                tokens = self._select_tokens(
+                    microbatch, mask_BS, with_entropy=loss_fn.needs_entropy, filtered=False
+                )
             ids_BSK = microbatch.to_model(microbatch.rows["teacher_topk_indices"])
-            return StudentSelection(_by_position(ids_BSK), _by_position(mask_BS), self.temperature, tokens)
+            temperature = self.sampling.temperature
+            return StudentSelection(_by_position(ids_BSK), _by_position(mask_BS), temperature, tokens)
 
         match loss_fn.input_type:
             case LossInputType.LOGPROB:
                 context, processor = self._select_tokens, self.token_processor
-                context = partial(context, with_entropy=loss_fn.needs_entropy)
+                given = {"with_entropy": loss_fn.needs_entropy, "with_unfiltered": self.sampling.filters}
+                context = partial(context, **given)
             case LossInputType.VALUE:
                 critic = self.values()
                 context, processor = critic.context, critic.processor
@@ -139,7 +151,7 @@ class Passes:
 
         def collect(microbatch: Microbatch, output: Outputs) -> LossTriple:
             named = loss_fn.custom_name
-            outputs = _loss_outputs(loss_fn.input_type, microbatch, output)
+            outputs = _loss_outputs(loss_fn.input_type, microbatch, output, self.sampling.filters)
             with nullcontext() if named is None else custom_code(f"{named}.sums"):
                 sums = loss_fn.sums(outputs, microbatch.rows)
             return sums.loss, no_tokens(sums.loss), LocalSums.of(sums, microbatch.rows)
@@ -148,10 +160,12 @@ class Passes:
         return ModelPass(processor, wanted, context, collect)
 
     def _select_tokens(
-        self, microbatch: Microbatch, mask_BS: torch.Tensor, with_entropy: bool = False
+        self, microbatch: Microbatch, mask_BS: torch.Tensor, *, filtered: bool = True, **more: bool
     ) -> TokenSelection:
-        targets_BS = microbatch.to_model(next_tokens(microbatch.rows))
-        return TokenSelection(_by_position(targets_BS), _by_position(mask_BS), self.temperature, with_entropy)
+        places = _by_position(microbatch.to_model(next_tokens(microbatch.rows))), _by_position(mask_BS)
+        own = self.sampling
+        filters = {"top_k": own.top_k, "top_p": own.top_p} if filtered else {}
+        return TokenSelection(*places, temperature=own.temperature, **filters, **more)
 
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:
@@ -192,11 +206,12 @@ def _collect_of_next_token(microbatch: Microbatch, output: Outputs) -> LossTripl
 
 
 def _loss_outputs(
-    kind: LossInputType, microbatch: Microbatch, output: Outputs
+    kind: LossInputType, microbatch: Microbatch, output: Outputs, filtered: bool
 ) -> TokenOutputs | ValueOutputs | DistillationOutputs:
     of_next_token = [microbatch.from_model(value.transpose(0, 1))[:, :-1] for value in all_of(output)]
     if kind is LossInputType.LOGPROB:
-        return TokenOutputs(*of_next_token)
+        unfiltered = of_next_token.pop() if filtered else None
+        return TokenOutputs(*of_next_token, unfiltered=unfiltered)
     if kind is LossInputType.VALUE:
         return ValueOutputs(torch.nn.functional.pad(of_next_token[0], (1, 0)))
     at_ids, tail, *of_tokens = of_next_token

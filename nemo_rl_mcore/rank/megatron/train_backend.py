@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.config.megatron import LOGITS_CACHE, LOGITS_CHUNK_BYTES, LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import ROUTED_EXPERTS
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.models.frozen import frozen_of
@@ -44,7 +45,8 @@ from nemo_rl_mcore.rank.megatron.model import build_model, freeze_weights, in_pr
 from nemo_rl_mcore.rank.megatron.model_class import LanguageModel, ValueHead, give_value_head, modules_of
 from nemo_rl_mcore.rank.megatron.optimizer_state import build_optimizer
 from nemo_rl_mcore.rank.megatron.output_processor import fused_logprobs, unfused_processor
-from nemo_rl_mcore.rank.megatron.passes import Guard, ModelPass, Passes
+from nemo_rl_mcore.rank.megatron.passes import Collect, Guard, ModelPass, Passes
+from nemo_rl_mcore.rank.megatron.router_replay import RoutedExperts
 from nemo_rl_mcore.rank.policy_backend import BackendOptions
 from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 from nemo_rl_mcore.rank.train_step import UnequalChunksError
@@ -192,17 +194,21 @@ def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Runs a rank's model over microbatches; auxiliary: the losses that layers add in their own backward pass."""
+    """Runs a rank's model over microbatches.
+
+    auxiliary: the losses that layers add in their own backward pass. routes: None unless routes are replayed.
+    """
 
     config: TransformerConfig
     chunks: list[MegatronModule]
     passes: Passes
     batching: Batching
     auxiliary: AuxiliaryLosses
+    routes: RoutedExperts | None = None
 
     def read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
         """Return a pass's tensors in the batch's order; an empty list before the last pipeline stage."""
-        microbatches = self.batching.microbatches(data, micro_batch_size, None)
+        microbatches = self._microbatches(data, micro_batch_size, None)
         with evaluation_mode(self.chunks):
             parts = self._run(microbatches, kind)
         if not parts:
@@ -219,7 +225,7 @@ class ForwardBackward:
     ) -> LocalSums:
         """Return the rank's loss sums, empty before the last stage, and add gradients unless `forward_only`."""
         parts = self._run(
-            self.batching.microbatches(data, micro_batch_size, loss_fn.rows_per_sample),
+            self._microbatches(data, micro_batch_size, loss_fn.rows_per_sample),
             self.passes.loss(loss_fn),
             trained_by=None if forward_only else loss_fn,
         )
@@ -227,6 +233,13 @@ class ForwardBackward:
         for part in parts:
             total.add(part)
         return total
+
+    def _microbatches(
+        self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int | None
+    ) -> list[Microbatch]:
+        routes = self.routes
+        data = data.without(ROUTED_EXPERTS) if routes is None else routes.of_own_layers(data)
+        return self.batching.microbatches(data, micro_batch_size, rows_per_sample)
 
     def _run(
         self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossFunction | None = None
@@ -249,6 +262,8 @@ class ForwardBackward:
                 forward_only=trained_by is None,
             )
         finally:
+            if self.routes is not None:
+                self.routes.clear()
             # Token dispatchers keep the routers' output, and so the last microbatch's graph, the model, its groups and
             # their threads, where Python's collector cannot see them.
             for layer in modules_of(MoELayer, self.chunks):
@@ -294,7 +309,14 @@ class ForwardBackward:
 
         if return_schedule_plan:
             return model.build_schedule_plan(**inputs()), collect_of_plan
-        return guard.forward_step(model, microbatch.input_ids, lambda: (follow(model(**inputs())), collect))
+
+        def run() -> tuple[Any, Collect]:
+            if self.routes is None:
+                return follow(model(**inputs())), collect
+            routed = self.routes.run(model, microbatch, kind.recording, lambda: model(**inputs()))
+            return follow(routed), collect
+
+        return guard.forward_step(model, microbatch.input_ids, run)
 
 
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -392,6 +414,7 @@ class MegatronTrainBackend:
             _passes(policy, self.chunks, options),
             Batching(self.config, column_multiple(self.config, slices), slices, policy.token_budgets),
             AuxiliaryLosses(self.config, self.chunks),
+            RoutedExperts(policy, self.config, self.chunks) if policy.router_replay.enabled else None,
         )
 
     def snapshot(self) -> Any:
@@ -532,7 +555,7 @@ def _passes(policy: PolicyConfig, chunks: list[MegatronModule], options: Backend
     heads = modules_of(ValueHead, chunks[-1:])
     return Passes(
         partial(fused_logprobs, linear_options) if fused else unfused_processor(policy.model.vocab_size),
-        temperature=options.temperature,
+        sampling=options.sampling,
         linear_options=linear_options,
         value_head=heads[0] if heads else None,
     )

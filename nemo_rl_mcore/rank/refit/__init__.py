@@ -1,1 +1,1 @@
-"""Sending weights from the training ranks to engines of any kind: no Ray, no Megatron, no vLLM."""
+"""Send weights from the training ranks to any kind of engine, without importing Ray, Megatron or vLLM."""

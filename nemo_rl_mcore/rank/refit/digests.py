@@ -55,7 +55,7 @@ class Digester:
         """Add a tensor, which may change afterwards."""
         dtype = tensor.dtype
         if self.held_as is not None:
-            # Cast here, since engines do not know model families.
+            # Cast here, since engines have no code for model families.
             from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
 
             dtype = dtype if name.endswith(EXPERT_BIAS_NAME) else getattr(torch, self.held_as)

@@ -1,7 +1,7 @@
 """Rules between sections, as rows of `config.base.Rule`, with a module for each subject.
 
-MODEL_RULES apply to every model of a run, even if it is only read; POLICY_RULES to the policy and every other trained
-model; ENGINE_RULES to the policy's engines; their paths are relative to `policy`. RUN_RULES apply between the sections
+MODEL_RULES apply to every model of a run, even a frozen one; POLICY_RULES to the policy and every other trained model;
+ENGINE_RULES to the policy's engines. All these have paths relative to `policy`. RUN_RULES apply between the sections
 of a recipe, with paths as in `RunConfig.key`. `policies.py` and `runs.py` apply the rules. Sections do not depend on
 them.
 """

@@ -116,14 +116,15 @@ def _offloads(config: RunConfig, *, beside: bool) -> bool:
     return config.policy.offload == "all" and turns == beside and not config.asynchronous
 
 
+_REPLAY = "router_replay.enabled"
+
 ENGINE_RULES: Rules[PolicyConfig] = (
-    *(
-        either(
-            "incompatible",
-            {f"generation.{key}": neutral, "generation.backend": "embedded"},
-            "vLLM reports log-probabilities after the filter, and training computes them before it",
-        )
-        for key, neutral in (("top_p", 1.0), ("top_k", None))
+    # As in vLLM, VllmConfig._verify_aux_output_compatibility.
+    either(
+        "not-supported",
+        {_REPLAY: False, f"{_OF_VLLM}.pipeline_parallel_size": 1},
+        "vLLM returns no routes from pipeline stages",
+        where=_vllm,
     ),
     Rule(
         "not-supported",
@@ -258,6 +259,14 @@ RUN_RULES: Rules[RunConfig] = (
         ("policy.model.hybrid_layer_pattern", _GPUS),
         "set backend: embedded, or run on GPUs",
         "vLLM has no CPU kernels for Mamba layers",
+    ),
+    Rule(
+        "not-supported",
+        _BACKEND,
+        lambda run: _vllm_on_cpu(run) and run.policy.model.linear_attention_freq,
+        ("policy.model.linear_attention_freq", _GPUS),
+        "set backend: embedded, or run on GPUs",
+        "not tested with gated delta nets on CPU",
     ),
     _engine_layout,
     Rule(

@@ -71,6 +71,16 @@ RUN_RULES: Rules[RunConfig] = (
         {_PENALTY: False, "loop.adv_estimator.name": "reinforce_plus_plus"},
         "that estimator ignores the KL penalty",
     ),
+    *(
+        either(
+            "not-supported",
+            {reader: off, f"policy.generation.{key}": neutral},
+            "it reads log-probabilities under the whole vocabulary",
+            where=lambda run, reader=reader: value_at(run, reader),
+        )
+        for reader, off in (("loss_fn.rl_weight", 0.0), (_PENALTY, False))
+        for key, neutral in (("top_p", 1.0), ("top_k", None))
+    ),
     Rule(
         "too-large",
         "ppo.critic_warmup_steps",

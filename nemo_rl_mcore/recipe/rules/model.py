@@ -82,7 +82,19 @@ FUSED_RULES: tuple[Rule[PolicyConfig], ...] = (
 )
 """Settings that fused log-probabilities cannot support; `check` prints the state of each."""
 
+_REPLAY = "router_replay.enabled"
+
 MODEL_RULES: Rules[PolicyConfig] = (
+    Rule(
+        "has-no-effect",
+        _REPLAY,
+        lambda own: own.router_replay.enabled and own.model.num_moe_experts is None,
+        ("model.num_moe_experts",),
+        {_REPLAY: False},
+        "a dense model has no routes",
+    ),
+    # Megatron's schedule that overlaps them runs two microbatches' layers in turn, and recomputes none.
+    either("incompatible", {_REPLAY: False, OVERLAP: False}, "a router serves one microbatch at a time"),
     Rule(
         "incompatible",
         _CLASS,
@@ -219,9 +231,11 @@ POLICY_RULES: Rules[PolicyConfig] = (
         )
         for key, plain, why in (
             ("kv_lora_rank", None, "a HybridModel has no layer for latent attention"),
+            ("linear_attention_freq", None, "its layers are not tested with gated delta nets"),
             ("softmax_type", "vanilla", "not tested in a HybridModel"),
             ("sliding_window", None, "not tested in a HybridModel"),
             ("add_bias_linear", False, "not tested in a HybridModel"),
+            ("moe_layer_freq", None, "a HybridModel of this kind has experts in every layer"),
         )
     ),
 )

@@ -43,6 +43,8 @@ def _tensor_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
         keys += ["q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"]
     if model.shape.has_mamba:
         keys += ["mamba_num_heads", "mamba_num_groups"]
+    if model.linear_attention_freq is not None:
+        keys += ["linear_num_key_heads", "linear_num_value_heads"]
     if model.num_moe_experts is not None:
         keys.append("moe_shared_expert_intermediate_size")
     sizes = {key: getattr(model, key) or 0 for key in keys}
@@ -245,11 +247,24 @@ POLICY_RULES: Rules[PolicyConfig] = (
         for other, wrong, why in _NO_OVERLAP
     ),
     either("incompatible", {CONTEXT: 1, OVERLAP: False}, "not tested with shared sequences"),
+    Rule(
+        "not-divisible",
+        CONTEXT,
+        lambda own: (
+            own.model.linear_attention_freq is not None
+            and own.model.linear_num_key_heads
+            % (own.megatron_cfg.context_parallel_size * own.megatron_cfg.tensor_model_parallel_size)
+            and own.megatron_cfg.context_parallel_size > 1
+        ),
+        (TENSOR, "model.linear_num_key_heads"),
+        "make linear_num_key_heads a multiple of context_parallel_size * tensor_model_parallel_size",
+        "gated delta nets divide heads among ranks that share sequences",
+    ),
 )
 
 
 def _samples(run: RunConfig) -> bool:
-    """Return whether a run of given rows samples answers in its validations."""
+    """Return True if a run over given rows samples answers in its validations."""
     return bool(value_at(run, "loop.validates") and value_at(run, "loop.max_val_samples") != 0)
 
 

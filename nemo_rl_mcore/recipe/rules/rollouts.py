@@ -19,6 +19,7 @@ _CORRECTION = "gradient.use_importance_sampling_correction"
 _ENDPOINT, _TASK, _TURNS = "env.endpoint", "data.dataset_name", "loop.max_rollout_turns"
 _SIZE, _TIMEOUT = "env.pool.size", "env.pool.timeout_s"
 _OF_AGENTS = ("max_drop_rate", "variables")
+_REPLAY = "policy.router_replay.enabled"
 _LIMITS_OF_A_SCORE = 3
 """Number of time limits per score: math-verify parses the reference, parses the response, and compares them."""
 
@@ -93,14 +94,15 @@ def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 def _of_sources(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield rules for rows without an answer in runs that read one."""
-    if config.env.rewards or config.env.custom:
-        read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
-    elif config.env.endpoint is not None and not config.env.given:
-        read_by = None
-    else:
-        read_by = f"env.{config.env.given[0]}" if config.env.given else "the score of embedded tasks"
-    reads = read_by is not None and config.row_kind is not RowKind.PAIRS
     for path, source in (config.train_sources | config.validation_sources).items():
+        env = config.env.by_name.get(source.env_name or "") or config.env.by_name.get("", config.env)
+        if env.rewards or env.custom:
+            read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
+        elif env.endpoint is not None and not env.given:
+            read_by = None
+        else:
+            read_by = f"env.{env.given[0]}" if env.given else "the score of embedded tasks"
+        reads = read_by is not None and config.row_kind is not RowKind.PAIRS
         fix, why = "name the column of the answer", f"{read_by} needs one"
         yield Rule("requires", f"{path}.output_key", reads and source.output_key is None, fix=fix, why=why)
 
@@ -109,7 +111,34 @@ def _weights(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     names = config.env.rewards or {}
     for name in config.env.reward_weights or {} if names else ():
         says = f"no such reward; env.rewards has {', '.join(names)}"
-        yield Rule("not-found", f"env.reward_weights.{name}", name not in names, says=says)
+        unknown = name not in names and config.env.custom is None
+        yield Rule("not-found", f"env.reward_weights.{name}", unknown, says=says)
+
+
+def _environments(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield rules for rows whose environment is missing or unknown, and for environments without rows."""
+    given, sets = config.env.given, config.eval.sets if config.eval else {}
+    several, listed = len(given) > 1, ", ".join(given) or "no section"
+    related = tuple(f"env.{name}" for name in given)
+    if config.data.embedded:
+        says = f"an embedded task has only one environment; given: {' and '.join(given)}"
+        for name in related[-1:]:
+            yield Rule("one-of", name, several, related, f"set env.{given[0]}: null", says=says)
+        return
+    sources = config.train_sources | config.validation_sources
+    sources |= {f"eval.sets.{name}": source for name, source in sets.items()}
+    of_agents = ["nemo_gym"] if config.env.nemo_gym is not None and not given else []
+    for path, source in sources.items():
+        name, key = source.env_name, f"{path}.env_name"
+        fix, why = f"name one of {listed}, or set the others to null", "`env` has several environments"
+        yield Rule("missing", key, several and name is None, related, fix, why)
+        unknown = name is not None and name not in (*given, *of_agents)
+        fix, says = f"write env.{name}, or name another section", f"{name!r}: `env` has {listed}"
+        yield Rule("not-found", key, unknown, related, fix, says=says)
+    named = {source.env_name for source in sources.values()}
+    for name in given if several and sources and not config.data.type else ():
+        unread = name not in named and None not in named
+        yield Rule("has-no-effect", f"env.{name}", unread, why="no rows have this env_name")
 
 
 RUN_RULES: Rules[RunConfig] = (
@@ -212,6 +241,14 @@ RUN_RULES: Rules[RunConfig] = (
         ("env.rewards",),
         "name two rewards or more in env.rewards, or set adv_estimator.name: grpo",
     ),
+    Rule(
+        "incompatible",
+        "loop.adv_estimator.name",
+        lambda run: value_at(run, "loop.adv_estimator.name") == "gdpo" and len(run.env.given) > 1,
+        ("env.rewards", "env.custom"),
+        {"loop.adv_estimator.name": "grpo"},
+        "it compares rewards by name, which differ between environments",
+    ),
     *(
         Rule[RunConfig](
             "requires",
@@ -291,6 +328,7 @@ RUN_RULES: Rules[RunConfig] = (
         for name, field in EnvPoolConfig.model_fields.items()
         if name != "size"
     ),
+    _environments,
     _weights,
     Rule(
         "requires",
@@ -348,6 +386,21 @@ RUN_RULES: Rules[RunConfig] = (
             "agents run the episodes themselves",
         )
         for task in TURN_TASKS
+    ),
+    Rule(
+        "not-supported",
+        _REPLAY,
+        lambda run: run.policy.router_replay.enabled and run.algorithm not in ("grpo", "ppo"),
+        fix={_REPLAY: False},
+        why="only grpo and ppo compute log-probabilities of the same responses several times",
+    ),
+    Rule(
+        "not-supported",
+        _REPLAY,
+        lambda run: run.policy.engines_return_routes and run.env.endpoint is not None,
+        (_ENDPOINT,),
+        {_REPLAY: False},
+        "agents' sessions keep no routes",
     ),
     _turns,
 )

@@ -121,7 +121,7 @@ def fetched(config: RunConfig) -> list[str]:
 
 
 def has_template(folder: Path) -> bool:
-    """Return True if a tokenizer's folder has a chat template, or its files cannot be read."""
+    """Return True if a tokenizer's folder has a chat template, or if its files cannot be read."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
@@ -236,7 +236,7 @@ def _left_out(
 
 
 def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
-    """Return a renderer like that of transformers; None without a template on this machine."""
+    """Return a renderer like transformers' own; None without a template on this machine."""
     texts, tokens = _templates(tokenizer)
     variables = tokens | (tokenizer.chat_template_kwargs or {})
 
@@ -281,7 +281,7 @@ def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, An
 
 
 def _environment() -> Any:
-    """Return a Jinja environment like that of transformers' chat_template_utils.py."""
+    """Return a Jinja environment like the one in transformers' chat_template_utils.py."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

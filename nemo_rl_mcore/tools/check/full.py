@@ -14,7 +14,6 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.environment import PROCESS_START_S
 from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.datasets import EpochSource, Prompt
-from nemo_rl_mcore.data.turns import Reply, Turn, first_turn
 from nemo_rl_mcore.driver.actors.places import (
     given_variables,
     only_environment,
@@ -24,6 +23,7 @@ from nemo_rl_mcore.driver.actors.places import (
 from nemo_rl_mcore.driver.parts import Parts, open_parts
 from nemo_rl_mcore.environment.interface import replies_of
 from nemo_rl_mcore.environment.registry import EnvironmentProcess
+from nemo_rl_mcore.environment.turns import Reply, Turn, first_turn
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError, shortened
 from nemo_rl_mcore.tools.check.plan import Plan
 from nemo_rl_mcore.tools.check.render import Finding
@@ -53,10 +53,13 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     first = (trained or held_out)[0]
     yield Finding("first prompt", shortened(first.text, 400))
     # Rows with given answers are not scored in training; only validation generates answers to held-out ones.
-    if config.row_kind is RowKind.PROMPTS:
-        yield from _scored("its answer", parts, first)
-    elif held_out:
-        yield from _scored("first held out", parts, held_out[0])
+    sampled = config.row_kind is RowKind.PROMPTS
+    named, rows = ("its answer", [first, *trained, *held_out]) if sampled else ("first held out", held_out)
+    firsts = dict[str, Prompt]()
+    for row in rows:
+        firsts.setdefault(row.env_name, row)
+    for name, prompt in firsts.items():
+        yield from _scored(f"{named}, {name}" if name else named, parts, prompt)
     for key, path in config.import_paths.items():
         yield Finding("imported", f"{key}: {path}")
 
@@ -83,14 +86,14 @@ def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Fin
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
     """Yield the rewards of the data's answer and of an empty one; nothing if agents give the rewards."""
-    env = parts.config.env
+    env = parts.config.env.by_name[prompt.env_name]
     if env.endpoint is not None and not env.given:
         return
     turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
     if env.pool_size:
         given, none = _replies_of_process(env, turns)
     else:
-        given, none = replies_of(parts.environment, turns, env.reward_weights or {})
+        given, none = replies_of(parts.environments[prompt.env_name], turns, env.reward_weights or {})
     earned = list[str]()
     for reply in (given, none):
         rewards = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())

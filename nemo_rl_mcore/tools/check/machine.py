@@ -149,7 +149,7 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _names_in(module: str) -> set[str] | None:
-    """Return the names that a module's source may bind, even inside `if`; None if only running it can tell."""
+    """Return the names that a module's source may bind, even inside `if`; None if the source cannot determine them."""
     # find_spec of a module inside a package would import the package, so look for the file.
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)

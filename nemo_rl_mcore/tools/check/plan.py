@@ -23,6 +23,7 @@ from nemo_rl_mcore.models.memory import (
     microbatch_tokens,
     refit_bucket_bytes,
 )
+from nemo_rl_mcore.models.weights import linear_projected
 from nemo_rl_mcore.recipe.load import hidden
 from nemo_rl_mcore.recipe.rules.model import FUSED_RULES
 from nemo_rl_mcore.tools.check.data import (
@@ -89,9 +90,9 @@ class KeptGroups:
     def of(cls, config: RunConfig) -> KeptGroups:
         saving, per_step = config.checkpointing, config.prompts_per_step
         steps = min(saving.save_period, config.loop.max_num_steps) if saving.enabled else 0
-        group_bytes = (
-            config.generations_per_prompt * config.policy.max_total_sequence_length * _BYTES_PER_TOKEN
-        )
+        policy = config.policy
+        token_bytes = _BYTES_PER_TOKEN + policy.router_replay.enabled * policy.model.route_bytes
+        group_bytes = config.generations_per_prompt * policy.max_total_sequence_length * token_bytes
         step_bytes = per_step * group_bytes if config.asynchronous else 0
         return cls(
             kept_groups=steps * per_step,
@@ -118,7 +119,7 @@ class ProcessMemory:
 class EnginesPlan:
     """A run's engines; where: in words.
 
-    memory: of each separate embedded engine. share: of a vLLM engine's fullest process, if an engine has several.
+    memory: each separate embedded engine's. share: that of a vLLM engine's fullest process, if it has several.
     """
 
     where: str
@@ -131,8 +132,8 @@ class DeviceMemory:
     """Bytes on a GPU, without CUDA, NCCL and fragmentation.
 
     activations: of the microbatches in flight, for the model that has most. training: everything on the ranks.
-    during_generation: what ranks keep while engines generate on their GPUs; None if none do. engine_share: an engine's
-    share of the GPU then. smallest: the least memory that a GPU needs.
+    during_generation: bytes kept by ranks while engines generate on their GPUs; None if none do. engine_share: an
+    engine's share of the GPU then. smallest: the least memory that a GPU needs.
     """
 
     tokens: int
@@ -327,7 +328,12 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
         whole.append(0.0)
         for kind in of_gpt if model.hybrid_layer_pattern is None else model.hybrid_layer_pattern[layer]:
             outside = 2 * model.hidden_size / shared  # the residual and the norm's output
-            of_part = outside + _inside(policy, kind)
+            inside = (
+                _in_delta_net(policy)
+                if kind == ATTENTION and model.is_linear(layer)
+                else _inside(policy, kind)
+            )
+            of_part = outside + inside
             whole[layer] += of_part
             norm = model.hidden_size / shared if "layernorm" in again else 0
             kept[layer] += (outside if modules.get(kind) in again else of_part) - norm
@@ -336,6 +342,15 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
     of_stages = [sum(kept[first : first + layers]) for first in range(model.num_layers - layers + 1)]
     computed = max(of_whole - of_kept for of_whole, of_kept in zip(whole, kept, strict=True))
     return round(size * tokens * (stages * max(of_stages) + computed))
+
+
+def _in_delta_net(policy: PolicyConfig) -> float:
+    """Return the elements kept per token: projections, convolutions, the rule's output, its norm and the gate."""
+    (convolved, (values,), *_), tensor = (
+        linear_projected(policy.model),
+        policy.megatron_cfg.tensor_model_parallel_size,
+    )
+    return (2 * sum(convolved) + 4 * values) / tensor
 
 
 def _inside(policy: PolicyConfig, kind: str) -> float:
@@ -347,7 +362,9 @@ def _inside(policy: PolicyConfig, kind: str) -> float:
         return 2 * (shape.head_dim + model.v_head_dim) * model.num_attention_heads / tensor + 2 * latents
     if kind == ATTENTION:
         # Queries, keys, values, and attention's output.
-        return 2 * shape.head_dim * (model.num_attention_heads + max(shape.query_groups, tensor)) / tensor
+        gates = 0 if model.linear_attention_freq is None else 2 * model.num_attention_heads * shape.head_dim
+        of_heads = model.num_attention_heads + max(shape.query_groups, tensor)
+        return (2 * shape.head_dim * of_heads + gates) / tensor
     if kind == MAMBA:
         # Projections, convolutions, the scan's output, and its norm.
         keys = model.mamba_num_groups * model.mamba_state_dim

@@ -169,7 +169,7 @@ def subject_of(plan: Plan) -> Iterator[Finding]:
 
 
 def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """Yield the sources, their first rows, and whether a chat template is applied."""
+    """Yield the sources, their first rows, and the use of a chat template."""
     data, tokenizer = config.data, config.policy.tokenizer
     if data.type is not None or data.dataset_name != "files":
         yield "data", data.type or str(data.dataset_name)
@@ -257,6 +257,9 @@ def _batch(plan: Plan) -> Iterator[_Pair]:
     yield "log-probability passes", passes
     if (source := source_of_prev_logprobs(config)) is not None:
         yield "prev_logprobs", source
+    if policy.router_replay.enabled:
+        source = "the engines" if policy.engines_return_routes else "the pass for prev_logprobs"
+        yield "routes", f"of {source}, {policy.model.route_bytes} bytes per token"
     prompt, new = config.max_prompt_length, policy.generation.max_new_tokens
     longest = policy.max_total_sequence_length
     whole = f"{prompt} prompt + {new} new <= {longest}"

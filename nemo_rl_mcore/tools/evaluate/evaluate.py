@@ -15,7 +15,6 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.actors.one_process import OneProcess
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
@@ -27,8 +26,9 @@ from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.driver.run_folder import held_folders
 from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
-from nemo_rl_mcore.environment.interface import Environment, replies_of, votes_of
+from nemo_rl_mcore.environment.interface import LocalEnvironments, votes_of
 from nemo_rl_mcore.environment.registry import make_environment, math_environment
+from nemo_rl_mcore.environment.turns import first_turn
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.tools.evaluate.samples import (
     RESULTS_FILE,
@@ -54,15 +54,15 @@ class SetResult:
 class Evaluator:
     """Answers sets of prompts, and saves the answers in a folder.
 
-    start: opens the engine; called only if a prompt is left to answer. samples: answers per prompt. reward_weights: by
-    reward name. batch_size: prompts that the engine answers together. notify: prints a line; called after each batch.
+    environments: by the prompts' `env_name`, of which a set has one. start: opens the engine; called only if a prompt
+    is left to answer. samples: answers per prompt. batch_size: prompts that the engine answers together. notify: prints
+    a line; called after each batch.
     """
 
     folder: Path
-    environment: Environment
+    environments: Mapping[str, LocalEnvironments]
     start: Callable[[], Responder]
     samples: int
-    reward_weights: Mapping[str, float]
     batch_size: int
     greedy: bool
     notify: Callable[[str], None]
@@ -76,6 +76,7 @@ class Evaluator:
         k_values = [k for power in range(self.samples.bit_length()) if (k := 2**power) < self.samples]
         k_values.append(self.samples)
         for name, prompts in sets.items():
+            scoring = self.environments[prompts[0].env_name]
             batches = [*batched(prompts, self.batch_size)]
             keys = [(prompt.index, sample) for prompt in prompts for sample in range(self.samples)]
             sizes = [len(batch) * self.samples for batch in batches]
@@ -94,9 +95,9 @@ class Evaluator:
                         rollout.prompts, rollout.responses, finished, strict=True
                     )
                 ]
-                replies = replies_of(self.environment, turns, self.reward_weights)
+                replies = scoring.replies(turns)
                 of_prompts = batched(rollout.responses, self.samples)
-                votes = [vote for responses in of_prompts for vote in votes_of(self.environment, responses)]
+                votes = [vote for answers in of_prompts for vote in votes_of(scoring.environment, answers)]
                 new = [
                     SampleRow(
                         index=turn.prompt.index,
@@ -150,7 +151,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     if weights is not None:
         require_whole(weights, "--checkpoint")
     tokenizer = tokenizer_of(config.policy, config.data)
-    environment, sets = _open(config, tokenizer)
+    environments, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
     weights = weights or config.policy.model_name
     if weights is None:
@@ -186,10 +187,9 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
 
         evaluator = Evaluator(
             folder=folder,
-            environment=environment,
+            environments=environments,
             start=start,
             samples=section.num_tests_per_prompt,
-            reward_weights=config.env.reward_weights or {},
             batch_size=config.loop.val_batch_size,
             greedy=section.temperature == 0,
             notify=_say,
@@ -203,25 +203,34 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     return results
 
 
-def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
+def _open(
+    config: RunConfig, tokenizer: Tokenizer
+) -> tuple[dict[str, LocalEnvironments], dict[str, list[Prompt]]]:
+    environments, of_eval = dict[str, LocalEnvironments](), config.eval.sets if config.eval else {}
     try:
-        # Accuracy needs a score for every answer.
-        environment = make_environment(config.env.model_copy(update={"unscored": "refuse"}))
-        if not (hasattr(environment, "score") or isinstance(environment, RewardFunctions)):
-            raise ValueError(
-                "env: eval generates one answer per prompt, but this environment plays episodes of several turns; "
-                "use the run's validation"
-            )
-        if isinstance(environment, RewardFunctions) and config.eval is not None:
-            sources = config.eval.sets.items()
-            require_columns(environment, {f"eval.sets.{name}": source.columns for name, source in sources})
+        for name, section in config.env.by_name.items():
+            sources = {key: one for key, one in of_eval.items() if name in ("", one.env_name)}
+            if name and not sources:
+                continue
+            # Accuracy needs a score for every answer.
+            environment = make_environment(section.model_copy(update={"unscored": "refuse"}))
+            if not (hasattr(environment, "score") or isinstance(environment, RewardFunctions)):
+                raise ValueError(
+                    "env: eval generates one answer per prompt, but this environment plays episodes of several turns; "
+                    "use the run's validation"
+                )
+            if isinstance(environment, RewardFunctions):
+                columns = {f"eval.sets.{key}": source.columns for key, source in sources.items()}
+                require_columns(environment, columns)
+            environments[name] = LocalEnvironments(environment, section.reward_weights)
         sets = open_sets(config, tokenizer)
         if config.env.math is not None and config.env.math.unparsable == "refuse":
             asked = [prompt for prompts in sets.values() for prompt in prompts]
+            asked = [prompt for prompt in asked if prompt.env_name in ("", "math")]
             math_environment(config.env.math).require_answers(asked)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    return environment, sets
+    return environments, sets
 
 
 def _say(line: str) -> None:

@@ -74,7 +74,7 @@ JUDGEMENTS = {
 
 
 def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, judged_as: str = "") -> bool:
-    """Judge a key by its row, or by that of `judged_as`; return False if there is none."""
+    """Judge a key by its row, or by `judged_as`'s row; return False if there is none."""
     known = JUDGEMENTS.get(judged_as or path)
     if known is None:
         return False

@@ -10,7 +10,7 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from nemo_rl_mcore.config.base import Tree, join_path
-from nemo_rl_mcore.config.data import DataConfig, EnvConfig
+from nemo_rl_mcore.config.data import ENVIRONMENTS, DataConfig, EnvConfig
 from nemo_rl_mcore.config.generation import NOT_PASSED_ON
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import TEXT_FILES
@@ -263,11 +263,14 @@ def rank_checkpoints(draft: Draft) -> None:
 
 def use_environment(draft: Draft) -> None:
     """Leave out environments that no source names, and define how a response states its answer."""
+    if draft.algorithm in ("sft", "dpo"):  # where NeMo RL starts no environment
+        for place, _ in sources_of(draft):
+            draft.drop(f"{place}.env_name")
     named = {str(source["env_name"]) for _, source in sources_of(draft) if source.get("env_name")}
     for name, section in [*draft.section("env").items()]:
         if name in named and name not in EnvConfig.model_fields:
             draft.refuse(f"env.{name}", section, "use env.math, or env.custom for a class of your own")
-        elif name not in EnvConfig.model_fields:
+        elif name not in EnvConfig.model_fields or (named and name not in named and name in ENVIRONMENTS):
             draft.drop(f"env.{name}")
     if draft.has("env.math"):
         draft.change("env.math.unparsable", "zero", "NeMo RL scores 0 if the reference answer is unreadable")
@@ -467,7 +470,7 @@ _ATTEMPTS, _STALL_S = 5, 600.0
 
 
 def outlast_failures(draft: Draft) -> None:
-    """Limit failures in a row instead of attempts per prompt; end a stalled run if NeMo RL does, without warnings."""
+    """Limit failures in a row instead of attempts per prompt; end a stalled run if NeMo RL would, but never warn."""
     failure, watchdog = draft.section(_FAILURE), draft.section(_WATCHDOG)
     # The table refuses keys that give prompts up.
     given_up = any(failure.get(key) for key in ("max_skipped_prompts", "max_consecutive_dropped_prompts"))

@@ -1,6 +1,7 @@
 """Convert a NeMo RL recipe into one of ours, with a report on each key."""
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,10 +134,16 @@ def _with_name(tree: Any, name: object, model: str) -> Any:
     return model if tree == name else tree
 
 
+_ROWS = re.compile(r"data\.(train|validation)\.data_path")
+
+
 def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
     """Record unresolved problems, once per key."""
     noted = {note.path for note in draft.notes if note.kind is Kind.OPEN}
     for problem in problems:
+        if problem.code in ("not-found", "not-readable") and (rows := _ROWS.fullmatch(problem.path)):
+            option = f"`migrate --data {rows[1]}=FILE`"
+            problem = replace(problem, remedy=f"the recipe leaves the choice to you: {option}")
         if problem.path not in noted:
             draft.note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
 
@@ -157,8 +164,10 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
     kind = RUN_CONFIGS[draft.algorithm]
     for key, value in [*section.items()]:
         path = join_path(prefix, str(key))
-        field = field_at(path, kind)
-        if field is None:
+        field, is_section = field_at(path, kind), isinstance(value, dict)
+        if field is None and not prefix and not is_section:
+            draft.drop(path)  # NeMo RL reads sections alone: this is a value for interpolations
+        elif field is None:
             section.pop(key)
             nowhere = f"not a key of this package, nor of NeMo RL at {listed_origin()}"
             draft.refuse(path, value, nowhere, "unknown key")

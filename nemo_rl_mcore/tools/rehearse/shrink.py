@@ -277,6 +277,13 @@ def _small_model(config: RunConfig, layouts: list[Sharing], longest: int, vocabu
         sizes["qk_pos_emb_head_dim"] = _HEAD // 2
     if model.mtp_num_layers:
         sizes["mtp_num_layers"] = 1
+    if model.linear_attention_freq is not None:  # a layer of each kind
+        sizes |= {"linear_attention_freq": 2, "linear_num_key_heads": _HEADS}
+        sizes |= {
+            "linear_num_value_heads": _HEADS
+            * min(2, model.linear_num_value_heads // model.linear_num_key_heads)
+        }
+        sizes |= {"linear_key_head_dim": _HEAD, "linear_value_head_dim": _HEAD}
     if model.sliding_window is not None:  # shorter than answers
         sizes["sliding_window"] = min(model.sliding_window, _WINDOW)
     if pattern is not None:
@@ -394,7 +401,7 @@ _HELD_OUT = 0.25
 LONGEST = 24
 """Most characters of a synthetic prompt."""
 _KEPT = (
-    *("prompt_file", "system_prompt_file", "input_key", "output_key", "columns", "answer"),
+    *("prompt_file", "system_prompt_file", "env_name", "input_key", "output_key", "columns", "answer"),
     *("chat_key", "tool_key", "prompt_key", "chosen_key", "rejected_key", "ties", "split_validation_size"),
     "weight",
 )
@@ -456,7 +463,8 @@ def data_keys(config: RunConfig, folder: Path) -> Tree:
         else:
             first = 0 if trains else ROWS
             section = made_source(source, config.row_kind, folder / f"{path}.jsonl", first)
-        section["repeat"] = min(2, source.repeat)
+        replaced = source.env_name in ("math", "nemo_gym")
+        section |= {"repeat": min(2, source.repeat), "env_name": "rewards" if replaced else source.env_name}
         if not trains:
             section.pop("weight", None)
         (trained if trains else validated).append(section)

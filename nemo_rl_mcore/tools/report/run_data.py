@@ -49,8 +49,8 @@ _DIGITS = 6
 class RunData:
     """A run, read from its folder.
 
-    recipe: resolved; None if missing. events: an asynchronous run's log. evaluations: results of `eval` by subfolder.
-    unread: messages about unreadable files. called: replaces the folder's name.
+    recipe: the resolved recipe, None if missing. events: an asynchronous run's log. evaluations: `eval` results by
+    subfolder. unread: messages about unreadable files. called: a name to show instead of the folder's.
     """
 
     folder: Path

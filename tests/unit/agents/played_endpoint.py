@@ -1,6 +1,7 @@
 """The endpoint on a real socket, in front of a model that says what it is told to, and clients for it."""
 
 import asyncio
+import copy
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl_mcore.agents.app import make_app
-from nemo_rl_mcore.agents.chat import hermes
+from nemo_rl_mcore.agents.chat import json_calls
 from nemo_rl_mcore.agents.requests import EndpointOptions, RunSampling
 from nemo_rl_mcore.agents.server import ServerLimits, served
 from nemo_rl_mcore.agents.session import SessionLimits, Sessions
@@ -179,7 +180,14 @@ def options_for(tokenizer, failures, **others):
         1.0, 0.9, None, LONGEST, stop_ids=frozenset({tokenizer.eos_token_id}), **others.pop("sampling", {})
     )
     return EndpointOptions(
-        MODEL, 4000, tokenizer, sampling, hermes, version=lambda: VERSION, failed=failures.append, **others
+        MODEL,
+        4000,
+        tokenizer,
+        sampling,
+        json_calls,
+        version=lambda: VERSION,
+        failed=failures.append,
+        **others,
     )
 
 
@@ -195,3 +203,28 @@ async def played(tokenizer, script=None, *, limits=None, **others):
     ) as address:
         yield Played(sessions, model, options, address, failures)
     assert failures == []
+
+
+def gym(message):
+    """An answer as NeMo Gym sends it back: thoughts apart, the three lists of ids along."""
+    thought, end, words = (message["content"] or "").partition("</think>")
+    back = {**message, "content": words if end else message["content"] or ""}
+    back.pop("weight_versions", None)
+    if end:
+        back["reasoning_content"] = back["reasoning"] = thought.removeprefix("<think>")
+    return back
+
+
+def sdk(message):
+    """An answer as most harnesses send it back: content and calls alone."""
+    kept = copy.deepcopy({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
+    return kept if kept["content"] else {**kept, "content": None}
+
+
+def parts(message):
+    """An answer in parts, its arguments spelt in another way."""
+    back = sdk(message)
+    back["content"] = [{"type": "text", "text": back["content"] or ""}]
+    for call in back.get("tool_calls", []):
+        call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
+    return back

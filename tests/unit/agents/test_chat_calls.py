@@ -1,26 +1,22 @@
 """Chat calls over a socket: what is answered, what is kept, and that a conversation goes on in the tokens sampled."""
 
 import asyncio
-from itertools import pairwise
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from chat_templates import TOOLS, byte_tokenizer
-from message_forms import gym, parts, sdk
-from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, played, spelt
+from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, gym, played, sdk, spelt
 
 from nemo_rl_mcore.agents.endpoint import transcript_of
 from nemo_rl_mcore.config.algorithm import GRPOConfig
-from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.driver.algorithms.advantages import judge_flaws
 from nemo_rl_mcore.driver.rollouts.transcript import batch_of, episode_metrics
+from nemo_rl_mcore.environment.turns import Ending, Reply
 
 USER = {"role": "user", "content": "add 1 and 2"}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
 async def test_an_answer_says_all_that_its_clients_read(tokenizer):
@@ -81,27 +77,6 @@ async def test_without_tools_a_call_is_text(tokenizer, fields):
         reply = await endpoint.chat(endpoint.open(), [USER], **fields)
     assert reply.message["content"] == calling(a=1)
     assert reply.json["choices"][0]["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("sent_back", [gym, sdk, parts])
-async def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_back):
-    turns = {0: f"<think>one</think>{calling(count=1)}", 1: f"Now.\n{calling(count=2)}", 2: "it is three"}
-    script = lambda prompt: turns[prompt.count("<tool_response>")]  # noqa: E731
-    async with played(tokenizer, script) as endpoint:
-        session, messages = endpoint.open(), [USER]
-        for _ in turns:
-            reply = await endpoint.chat(session, messages, tools=[TOOL])
-            called = reply.message.get("tool_calls", [])
-            messages += [sent_back(reply.message)]
-            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "4"} for one in called]
-        calls = session.calls
-    assert len(calls) == 3
-    for before, after in pairwise(calls):
-        known = before.ids
-        assert after.ids[: len(known)] == known
-        assert tokenizer.text_of(after.prompt_P.tolist()[len(known) :]) == (
-            "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        )
 
 
 async def test_an_answer_at_its_length_limit_is_half_of_it_and_goes_on_behind_the_end_of_its_turn(tokenizer):
@@ -206,3 +181,70 @@ async def test_answers_with_flaws_have_the_advantages_of_the_recipe(tokenizer):
     assert {"episodes/invalid_tool_call": 1.0, "episodes/malformed_thinking": 1.0}.items() <= (
         episode_metrics(batch).items()
     )
+
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_requests.json").read_text())
+TEXTS = [f"<think>one</think>{calling(a=1)}", "the sum is 1"]
+
+
+def filled(value, known):
+    """A recorded value with what this run knows in the place of names."""
+    if isinstance(value, dict):
+        return {key: filled(held, known) for key, held in value.items()}
+    if isinstance(value, list):
+        return [filled(held, known) for held in value]
+    if isinstance(value, str):
+        if value in known:
+            return known[value]
+        return value.replace("$TOKEN", known["$TOKEN"])
+    return value
+
+
+@pytest.mark.parametrize("harness", RECORDED)
+def test_recorded_requests_are_answered_and_go_on_in_the_tokens_that_were_sampled(tokenizer, harness):
+    async def play():
+        async with played(tokenizer, lambda prompt: TEXTS[prompt.count("<tool_response>")]) as endpoint:
+            session = endpoint.open()
+            known, replies = {"$TOKEN": session.token}, []
+            for recorded in RECORDED[harness]:
+                request = filled(recorded, known)
+                reply = await endpoint.ask(
+                    request["method"], request["path"], request.get("body"), headers=request["headers"]
+                )
+                assert reply.status == 200, reply.body
+                replies.append(reply)
+                if "chat" in request["path"] and not request["body"].get("stream"):
+                    said = reply.message
+                    known["$PROMPT_IDS"] = said["prompt_token_ids"]
+                    known["$ANSWER_IDS"] = said["generation_token_ids"]
+                    known["$LOGPROBS"] = said["generation_log_probs"]
+                    known["$CALL_ID"] = said.get("tool_calls", [{"id": ""}])[0]["id"]
+                    known["first"] = known.get("first", said)
+            return replies, session.calls, session.reward, known.get("first")
+
+    replies, calls, reward, first = asyncio.run(asyncio.wait_for(play(), 20))
+    if harness == "verifiers":
+        models, generated, _ = replies
+        assert models.json["data"][0]["max_model_len"] == 4000
+        [choice] = generated.json["choices"]
+        assert [one["token"] for one in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert reward == 1.0
+        return
+    assert first["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert len(calls) == 2
+    assert calls[1].ids[: len(calls[0].ids)] == calls[0].ids
+    assert "tool_response" in tokenizer.text_of(calls[1].prompt_P.tolist()[len(calls[0].ids) :])
+    if harness == "NeMo Gym":
+        assert replies[0].json["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
+        assert [*replies[0].message] == [
+            "role",
+            "content",
+            "tool_calls",
+            "prompt_token_ids",
+            "generation_token_ids",
+            "generation_log_probs",
+            "weight_versions",
+        ]
+        assert replies[2].json["tokens"] == calls[1].prompt_P.tolist()

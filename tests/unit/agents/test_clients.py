@@ -15,32 +15,10 @@ pytestmark = pytest.mark.needs("endpoint-clients")
 USER = {"role": "user", "content": "add 1 and 2"}
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
 def openai_client(endpoint, session):
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=f"{endpoint.address.url}/v1", api_key=session.token, max_retries=2)
-
-
-async def test_openais_client_calls_tools_over_turns_and_its_session_is_its_key(tokenizer):
-    texts = {0: calling(a=1), 1: "three"}
-    async with played(tokenizer, lambda prompt: texts[prompt.count("<tool_response>")]) as endpoint:
-        session = endpoint.open()
-        async with openai_client(endpoint, session) as client:
-            create, messages = client.chat.completions.create, [USER]
-            first = await create(model=MODEL, messages=messages, tools=[TOOL], max_tokens=256)
-            said = first.choices[0].message
-            [called] = said.tool_calls
-            messages += [said, {"role": "tool", "tool_call_id": called.id, "content": "3"}]
-            second = await create(model=MODEL, messages=messages, tools=[TOOL])
-        calls = session.calls
-    assert first.choices[0].finish_reason == "tool_calls"
-    assert first.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
-    assert second.choices[0].message.content == "three"
-    assert calls[1].ids[: len(calls[0].ids)] == calls[0].ids
 
 
 async def test_the_agent_of_the_page_calls_its_tool_and_closes_its_session(tokenizer, tmp_path):
@@ -50,11 +28,7 @@ async def test_the_agent_of_the_page_calls_its_tool_and_closes_its_session(token
     async with played(tokenizer, lambda prompt: texts[prompt.count("<tool_response>")]) as endpoint:
         session = endpoint.open()
         own = f"{endpoint.address.url}/sessions/{session.token}"
-        given = {
-            "OPENAI_BASE_URL": f"{own}/v1",
-            "OPENAI_API_KEY": session.token,
-            "NEMO_RL_SESSION_URL": own,
-        }
+        given = {"OPENAI_BASE_URL": f"{own}/v1", "OPENAI_API_KEY": session.token, "NEMO_RL_SESSION_URL": own}
         agent = await asyncio.create_subprocess_exec(
             *(sys.executable, tmp_path / "agent.py"),
             env=os.environ | given, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

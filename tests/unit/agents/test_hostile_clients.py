@@ -1,7 +1,9 @@
 """Clients that mean no good: refused, within bounds, and nobody else is disturbed."""
 
 import asyncio
+import gc
 import json
+import os
 import resource
 import socket
 import threading
@@ -23,10 +25,6 @@ USER = {"role": "user", "content": "hi"}
 BODY = {"model": MODEL, "messages": [USER]}
 CHAT = "/v1/chat/completions"
 QUICK = ServerLimits(header_seconds=0.3, idle_seconds=1, stop_seconds=0.5)
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
 async def until_cut(reader):
@@ -97,6 +95,9 @@ async def test_what_is_too_long_by_its_length_alone_is_refused_and_not_encoded(t
         watched.encoded.clear()
         reply, refused = await endpoint.ask("POST", path, body, key=session.token), session.refused
     assert reply.error == (400, None, "context_length_exceeded")
+    assert (
+        "maximum context length is 40 tokens" in reply.json["error"]["message"]
+    )  # words that clients look for
     assert isinstance(refused, NoRoomError)
     assert max(watched.encoded, default=0) < 100
 
@@ -232,27 +233,17 @@ async def test_a_flood_of_headers_is_refused(tokenizer):
 
 
 PATHS = [
-    "/sessions/{t}/../{t}/v1/models",
-    "/sessions/../v1/models",
-    "//v1/models",
-    "/v1//models",
-    "/v1/models/",
-    "/v1/./models",
-    "/v1/%6dodels",
-    "/sessions/{t}%2Fv1/models",
-    "/sessions%2f{t}/v1/models",
-    "/sessions/{t}/%2e%2e/{t}/close",
-    "/sessions/{t}%00",
-    "/sessions/{t}\\v1\\models",
-    "/sessions//v1/models",
-    "/sessions",
-    "/v1",
-    "/",
-    "/docs",
-    "/openapi.json",
-    "/etc/passwd",
-    "http://localhost/v1/models",
-    "*",
+    *(
+        "/sessions/{t}/../{t}/v1/models",
+        "/sessions/../v1/models",
+        "//v1/models",
+        "/v1//models",
+        "/v1/models/",
+    ),
+    *("/v1/./models", "/v1/%6dodels", "/sessions/{t}%2Fv1/models", "/sessions%2f{t}/v1/models"),
+    *("/sessions/{t}/%2e%2e/{t}/close", "/sessions/{t}%00", "/sessions/{t}\\v1\\models"),
+    *("/sessions//v1/models", "/sessions", "/v1", "/", "/docs", "/openapi.json", "/etc/passwd"),
+    *("http://localhost/v1/models", "*"),
 ]
 
 
@@ -378,3 +369,48 @@ def test_it_stops_within_seconds_in_the_loop_of_a_thread_with_calls_open(tokeniz
     assert (tasks, model.given_up, failures) == (set(), 1, [])
     assert process.num_fds() == descriptors
     thread.close()
+
+
+async def play_session(endpoint, number):
+    """Two calls that go on, and a reward."""
+    session = endpoint.open(index=number)
+    path = f"/sessions/{session.token}"
+    first = await endpoint.chat(session, [USER])
+    again = [USER, {"role": "assistant", "content": first.message["content"]}, USER]
+    second = await endpoint.chat(session, again)
+    assert second.message["prompt_token_ids"][: len(session.calls[0].ids)] == session.calls[0].ids
+    assert (await endpoint.ask("POST", f"{path}/close", {"reward": number})).status == 200
+    assert session.reward == number
+    endpoint.sessions.end(session)
+
+
+async def leaves_nothing(tokenizer, count, *, megabytes):
+    """Play sessions, and compare memory, descriptors and tasks with those after a tenth of them."""
+    process = psutil.Process(os.getpid())
+
+    def held():
+        gc.collect()
+        return process.num_fds(), len(asyncio.all_tasks())
+
+    async with played(tokenizer) as endpoint:
+        together, marks = 10, []
+        for start in range(0, count, together):
+            await asyncio.gather(*(play_session(endpoint, start + i) for i in range(together)))
+            endpoint.model.asked.clear()
+            if start in (count // 10, count - together):
+                await asyncio.sleep(0.1)  # the server's side of the last connections
+                marks.append((held(), process.memory_info().rss))
+        (before, small), (after, large) = marks
+        assert after == before
+        assert large - small < megabytes << 20
+        assert len(endpoint.sessions) == 0
+
+
+def test_100_sessions_in_a_row_leave_nothing_behind(tokenizer):
+    asyncio.run(asyncio.wait_for(leaves_nothing(tokenizer, 100, megabytes=20), 60))
+
+
+@pytest.mark.nightly
+def test_10000_sessions_in_a_row_leave_nothing_behind(tokenizer):
+    """Tokens of ended sessions are remembered, 10,000 at most: about 1 MB."""
+    asyncio.run(asyncio.wait_for(leaves_nothing(tokenizer, 10_000, megabytes=20), 3000))

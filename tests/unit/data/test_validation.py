@@ -152,11 +152,7 @@ def test_a_rolled_column_is_read_one_to_the_left(garbage):
 )
 def test_whatever_a_loss_can_take_passes(replaced):
     training(batch(**replaced))
-
-
-def test_a_batch_without_rows_passes():
-    training(batch().slice(0, 0))
-    CHECK.reading(batch().slice(0, 0))
+    training(batch(**replaced).slice(0, 0))
 
 
 def test_all_problems_are_told_at_once():
@@ -234,20 +230,15 @@ def test_marks_in_the_padding_are_refused_wherever_a_mask_is_read(check):
     check.reading(marked)
 
 
-def test_prompts_have_a_token_and_the_key_of_their_noise():
+def test_prompts_have_a_token_and_the_key_of_their_noise_and_maybe_a_turn_and_stop_strings():
     keys = {"prompt_index": torch.arange(4), "sample_index": torch.arange(4)}
     asked = batch(input_lengths=torch.tensor([6, 1, 2, 5]), **keys)
     CHECK.prompts(asked)
+    strings = [("a", "b"), (), ("c",), ()]
+    CHECK.prompts(BatchedDataDict(asked, turn_index=torch.arange(4), stop_strings=strings))
     empty, listed = refusal(CHECK.prompts, batch(prompt_index=keys["prompt_index"], sample_index=[0] * 4))
     assert_refused(empty, "columns", "input_lengths: 0", 2, 1, 6)
     assert_refused(listed, "no-tensor", "sample_index", "list")
-
-
-def test_prompts_may_have_a_turn_and_stop_strings():
-    keys = {"prompt_index": torch.arange(4), "sample_index": torch.arange(4)}
-    asked = batch(input_lengths=torch.tensor([6, 1, 2, 5]), **keys)
-    strings = [("a", "b"), (), ("c",), ()]
-    CHECK.prompts(BatchedDataDict(asked, turn_index=torch.arange(4), stop_strings=strings))
     wrong = BatchedDataDict(asked, turn_index=torch.zeros(4, 1), stop_strings=[(), ("a", ""), (), ()])
     turns, strings = refusal(CHECK.prompts, wrong)
     assert_refused(turns, "shape", "turn_index", [4, 1], [4])
@@ -272,3 +263,21 @@ def test_the_check_of_a_policy_knows_what_reads_the_lengths():
     assert BatchCheck.of(dynamic).budgets == dynamic.token_budgets
     predicting = load_config(recipe, ["policy.model.mtp_num_layers=1"]).policy
     assert BatchCheck.of(predicting).layers == "multi-token prediction"
+
+
+def test_routes_lead_to_experts_of_the_model():
+    check = replace(CHECK, routes=(2, 3, 4))
+    routes = torch.full((ROWS, COLUMNS, 2, 3), -1, dtype=torch.int8)
+    routes[1] = 3
+    check.training(batch(routed_experts=routes), READ)
+    for wrong, code in (
+        (routes[:, :, :1], "shape"),
+        (routes + 1, "experts"),
+        (routes - 1, "experts"),
+        (None, "missing"),
+    ):
+        with pytest.raises(BatchError) as caught:
+            check.training(batch(routed_experts=wrong), READ)
+        assert [(one.code, one.key) for one in caught.value.findings] == [(code, "routed_experts")]
+    check.reading(batch())
+    CHECK.training(batch(routed_experts=routes + 1), READ)

@@ -2,17 +2,22 @@
 
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from saved_steps import save
 
+from nemo_rl_mcore.config import Role
+from nemo_rl_mcore.driver import policy
 from nemo_rl_mcore.driver import run as launch
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
+from nemo_rl_mcore.driver.observability import RunRecorder
+from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals, exit_status
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.evaluate import export
+from nemo_rl_mcore.tools.evaluate import export, generate
 
 RECIPE = "examples/configs/grpo_copy_cpu.yaml"
 
@@ -82,15 +87,10 @@ def test_a_failure_that_had_to_wait_for_a_stop_is_told_whole(capsys, of_time, st
     assert capsys.readouterr() == ("", told)
 
 
-def test_a_failure_is_told_with_what_is_kept(capsys):
-    assert exit_status(raises(RunStoppedError("rank 1 died"), "step 3 is saved")) == 1
-    assert capsys.readouterr().err == "the run stopped: rank 1 died\nstep 3 is saved\n"
-
-
 @pytest.fixture
 def finished(tmp_path, monkeypatch):
     """A recipe whose run is at its last step; no cluster may be started."""
-    monkeypatch.delattr(launch, "RayCluster")
+    monkeypatch.delattr("nemo_rl_mcore.driver.actors.cluster.RayCluster")
     section = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
     config = load_config(RECIPE, [*section, "checkpointing.enabled=true", "grpo.max_num_steps=2"])
     save(open_checkpoints(config, print), 2, {}, {}, {})
@@ -113,7 +113,7 @@ def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, ca
     ],
 )
 def test_a_run_that_is_finished_names_what_ended_it(monkeypatch, tmp_path, capsys, max_num_steps, bounds):
-    monkeypatch.delattr(launch, "RayCluster")
+    monkeypatch.delattr("nemo_rl_mcore.driver.actors.cluster.RayCluster")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(f'{{"input": "{number}>", "output": "{number}"}}\n' for number in range(100, 148))
@@ -151,7 +151,7 @@ def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
         def __init__(self, _config):
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)
+    monkeypatch.setattr("nemo_rl_mcore.driver.actors.cluster.RayCluster", NoCluster, raising=False)
     loop = finished.grpo.model_copy(update={"max_num_steps": 9})
     assert launch.run(finished.model_copy(update={"grpo": loop})) == 143
     folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
@@ -173,3 +173,92 @@ def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch
     assert export.run_export(None, str(folder)) == 130
     left = f"the weights are in {folder}" if case == "written" else f"'{folder}' was not written"
     assert capsys.readouterr().err == f"interrupted; {left}\n"
+
+
+# Which models a run and the commands over a checkpoint start
+
+
+EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
+
+
+class Started(ExitStack):
+    """A stand-in for `Policy`."""
+
+    def __init__(self, config, cluster, **options):
+        super().__init__()
+        self.config, self.options = config, options
+        built.append(self)
+
+    def loading_s(self):
+        return 0.0
+
+    def export_hf(self, *_, **__): ...
+
+    def generate(self, *_, **__):
+        raise KeyboardInterrupt  # the model is started, which is all that is asked
+
+
+built: list[Started] = []
+
+
+class NoCluster(ExitStack):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+
+@pytest.fixture
+def started(monkeypatch):
+    built.clear()
+    for module in (launch, policy):
+        monkeypatch.setattr(module, "Policy", Started)
+    monkeypatch.setattr("nemo_rl_mcore.driver.actors.cluster.RayCluster", NoCluster)
+    for module in (generate, export):
+        monkeypatch.setattr(module, "open_place", lambda config: NoCluster(config.cluster))
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize(
+    ("exemplar", "overrides", "models"),
+    [
+        ("grpo_copy_cpu", [], [(Role.POLICY, True, False)]),
+        ("dpo_cpu", [], [(Role.POLICY, True, True)]),
+        ("ppo_cpu", [], [(Role.POLICY, True, False), (Role.VALUE, True, False)]),
+        (
+            "distillation_cpu",
+            ["teacher.init_checkpoint=there"],
+            [(Role.POLICY, True, False), (Role.POLICY, False, False)],
+        ),
+    ],
+)
+def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.TrainingLoop, "steps", lambda _loop: iter(()))
+    quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
+    config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
+    recorder = RunRecorder(config.logger, 1)
+    with ExitStack() as stack:
+        parts = launch.open_parts(config)
+        given = NoCluster(config.cluster), RunCheckpoints(), recorder, stack, None, launch.Watch()
+        assert [*launch._train(parts, *given)] == []
+    options = [one.options for one in built]
+    assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
+    assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]
+    assert [one.config for one in built] == [plan.policy for plan in config.models.values()]
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_the_weights_of_a_checkpoint_are_started_frozen(command, tmp_path, monkeypatch):
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    config = load_config(EXEMPLARS / "grpo_copy_cpu.yaml", [f"+policy.init_checkpoint={folder}"])
+    (folder / "config.yaml").write_text(recipe_text(config))
+    for module in (export, generate):
+        monkeypatch.setattr(module, "require_whole", lambda *_: None)
+    if command == "export":
+        export.run_export(config, str(tmp_path / "output"))
+    else:
+        generate.run_generate(config, generate.Asked(["527>"], greedy=True))
+    (model,) = built
+    assert model.options["trained"] is False
+    assert model.config is config.policy

@@ -27,24 +27,21 @@ sys.exit(exit_status(run))
 """
 
 
-def obeyed(text: str) -> set[str]:
+def obeyed(text):
     """What of a text a terminal would obey or hide."""
     return {one for one in text if not one.isprintable()} - {"\n", "\t"}
 
 
-def test_what_a_terminal_obeys_is_spelt_out() -> None:
+def test_what_a_terminal_obeys_is_spelt_out():
     assert visible("\x1b[2J\x9b\u202e\U000e0041\r") == r"\x1b[2J\x9b\u202e\U000e0041\r"
     assert not obeyed(visible(FOREIGN))
+    for text in ("", "two\nlines\tof text", "né, 日本　語, é, 😀, \u00a0\ue000"):
+        assert visible(text) == text
     every = "".join(map(chr, range(0x110000)))
     assert visible(visible(every)) == visible(every)
 
 
-@pytest.mark.parametrize("text", ["", "two\nlines\tof text", "né, 日本　語, é, 😀, \u00a0\ue000"])
-def test_text_stays_as_it_is(text: str) -> None:
-    assert visible(text) == text
-
-
-def test_a_line_shows_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_line_shows_what_it_holds(capfd):
     write_line(sys.stdout, f"a {FOREIGN} b\nc")
     out = capfd.readouterr().out
     assert not obeyed(out)
@@ -53,7 +50,7 @@ def test_a_line_shows_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_console_has_its_own_colours_and_no_others(terminal: bool) -> None:
+def test_a_console_has_its_own_colours_and_no_others(terminal):
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -76,7 +73,7 @@ def test_a_console_has_its_own_colours_and_no_others(terminal: bool) -> None:
     assert ("\x1b[31m" in console.file.getvalue()) == terminal
 
 
-def test_a_key_of_a_recipe_is_shown(tmp_path, request, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_a_recipe_is_shown(tmp_path, request, capfd):
     exemplar = request.config.rootpath / "examples/configs/grpo_copy_cpu.yaml"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f'defaults: {exemplar}\n"\\e[2Jkey\\e]0;t\\a\\u202e": 1\n')
@@ -87,7 +84,7 @@ def test_a_key_of_a_recipe_is_shown(tmp_path, request, capfd: pytest.CaptureFixt
 
 
 @pytest.mark.stage("processes")
-def test_an_exception_that_nothing_caught_is_shown() -> None:
+def test_an_exception_that_nothing_caught_is_shown():
     script = (
         "import sys\nfrom nemo_rl_mcore import cli\nfrom nemo_rl_mcore.cli import commands\n"
         "def fail(arguments): raise ValueError('\\x1b[2J\\x9b')\n"
@@ -100,7 +97,7 @@ def test_an_exception_that_nothing_caught_is_shown() -> None:
 
 
 @pytest.mark.stage("processes")
-def test_pipes_without_a_reader_change_no_exit_status() -> None:
+def test_pipes_without_a_reader_change_no_exit_status():
     """As behind `| tee` after Ctrl-C, which ends tee as well; Python itself would end with 120."""
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],

@@ -19,16 +19,13 @@ EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 
 @pytest.fixture
 def opened(tmp_path):
-    def opened(template, turns):
+    def opened(template, turns, own=None):
         """The parts of a recipe whose tokenizer has this template."""
         tokenizer = byte_tokenizer(tmp_path / "tokenizer", template)
         rows = tmp_path / "rows.jsonl"
         rows.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
         tree = yaml.safe_load(EXEMPLAR.read_text())
-        tree["policy"] |= {
-            "tokenizer": {"name": str(tmp_path / "tokenizer")},
-            "max_total_sequence_length": 64,
-        }
+        tree["policy"] |= {"tokenizer": {"name": f"{tmp_path}/tokenizer"}, "max_total_sequence_length": 64}
         tree["policy"]["model"] |= {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64}
         tree["policy"] |= {"train_global_batch_size": 2, "train_micro_batch_size": 1}
         tree["grpo"] |= {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_num_steps": 5}
@@ -36,7 +33,8 @@ def opened(tmp_path):
         source = {"data_path": str(rows), "input_key": "question", "output_key": "answer"}
         tree["data"] = {"dataset_name": "jsonl", "apply_chat_template": True, "train": source}
         tree["data"]["train"]["split_validation_size"] = 0
-        tree["env"] = {"custom": {"type": f"custom_parts:{'Steps' if turns > 1 else 'LengthReward'}"}}
+        own = own or ("Steps" if turns > 1 else "LengthReward")
+        tree["env"] = {"custom": {"type": f"custom_parts:{own}"}}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
         return open_parts(load_config(tmp_path / "recipe.yaml"))
 
@@ -78,15 +76,10 @@ def test_a_critic_refuses_a_template_that_rewrites_earlier_turns(tmp_path):
         open_parts(config)
 
 
-def test_a_class_that_scores_takes_one_answer(opened, tmp_path):
-    opened(APPENDING, turns=1)
-    recipe = tmp_path / "recipe.yaml"
-    tree = yaml.safe_load(recipe.read_text())
-    tree["grpo"]["max_rollout_turns"] = 2
-    recipe.write_text(yaml.safe_dump(tree))
+def test_a_class_that_scores_takes_one_answer(opened):
     message = "grpo.max_rollout_turns: 2 does nothing with env.custom.type: custom_parts:LengthReward"
     with pytest.raises(RunStoppedError, match=message):
-        open_parts(load_config(recipe))
+        opened(APPENDING, turns=2, own="LengthReward")
 
 
 @pytest.mark.parametrize("of_weights", [False, True])

@@ -1,5 +1,6 @@
 """The folders of a run: held by one run at a time, and found wrong before ranks start."""
 
+import json
 import os
 import re
 import signal
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.driver.run_folder import held_folders, leave_recipe, run_folders
+from nemo_rl_mcore.driver.observability.sinks import JsonlSink, complete_rows
+from nemo_rl_mcore.driver.rollouts.events import BEGINNING, EventLog, set_aside_after
+from nemo_rl_mcore.driver.run_folder import held_folders, leave_recipe, next_free, replacing, run_folders
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.evaluate.samples import SampleFile, write_json
 
 RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -118,14 +122,8 @@ def test_a_folder_that_takes_nothing_is_found_on_paper_and_again_before_the_rank
     assert refused(wanted).startswith(f"{key}: {folder.format(tmp_path)} cannot be written to: ")
 
 
-LARGE = (
-    *(
-        "policy.model.num_layers=2000",
-        "policy.model.hidden_size=131072",
-        "policy.model.num_attention_heads=1024",
-    ),
-    "policy.model.ffn_hidden_size=524288",
-)
+SIZES = ("num_layers=2000", "hidden_size=131072", "num_attention_heads=1024", "ffn_hidden_size=524288")
+LARGE = [f"policy.model.{size}" for size in SIZES]
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_ranks(tmp_path):
@@ -155,23 +153,98 @@ def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path)
         leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
-def test_a_lock_that_is_no_file_of_the_folder_is_refused_and_destroys_nothing(
-    tmp_path: Path, kind: str
-) -> None:
-    victim, folder = tmp_path / "victim", tmp_path / "run"
-    victim.write_text("precious")
-    folder.mkdir()
-    match kind:
-        case "link":
-            (folder / ".lock").symlink_to(victim)
-        case "hard link":
-            (folder / ".lock").hardlink_to(victim)
-        case _:
-            os.mkfifo(folder / ".lock")
+# What somebody else has put into a folder of a run is neither followed nor destroyed
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file that is in no folder of the run; it has to stay as it is."""
+    path = tmp_path / "victim"
+    path.write_text("theirs, without an end of its line")
+    yield path
+    assert path.read_text() == "theirs, without an end of its line"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to, lambda lock, _: os.mkfifo(lock)])
+def test_a_lock_that_is_no_file_of_the_folder_is_refused(folder, victim, make):
+    make(folder / ".lock", victim)
     with (
         pytest.raises(RunStoppedError, match=r"^logger\.log_dir: "),
         held_folders({"logger.log_dir": folder}),
     ):
         pass
-    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["page.html", "page.html.tmp"])
+def test_a_link_is_replaced_and_not_written_through(name, folder, victim):
+    (folder / name).symlink_to(victim)
+    with replacing(folder / "page.html") as file:
+        file.write(b"ours")
+    assert (folder / "page.html").read_text() == "ours"
+    assert not (folder / "page.html").is_symlink()
+
+
+def test_the_old_file_stays_where_the_new_one_fails(folder):
+    (folder / "page.html").write_text("old")
+
+    def fail():
+        with replacing(folder / "page.html") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert [path.name for path in folder.iterdir()] == ["page.html"]
+    assert (folder / "page.html").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("metrics.jsonl", lambda folder: complete_rows(folder, [{"step": 1}])),
+        ("groups.jsonl", lambda folder: EventLog(folder / "groups.jsonl")),
+        ("groups.jsonl", lambda folder: set_aside_after(folder / "groups.jsonl", BEGINNING)),
+        ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).go_on()),
+        ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).append([])),
+    ],
+)
+def test_a_run_goes_on_with_no_file_of_somebody_else(name, write, folder, victim):
+    (folder / name).symlink_to(victim)
+    with pytest.raises(OSError, match=name):
+        write(folder)
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        JsonlSink(folder)
+
+
+def test_rows_of_somebody_else_are_put_aside(folder, victim):
+    (folder / "metrics.jsonl").symlink_to(victim)
+    JsonlSink(folder, resumed_step=1).close()
+    assert not (folder / "metrics.jsonl").is_symlink()
+
+
+def test_rows_are_put_aside_under_names_that_nothing_has(folder, victim):
+    (folder / "metrics.1.jsonl").symlink_to(folder / "nowhere")
+    (folder / "metrics.jsonl.tmp").symlink_to(victim)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    JsonlSink(folder, resumed_step=1).close()
+    assert [json.loads(line) for line in (folder / "metrics.2.jsonl").read_text().splitlines()] == [
+        {"step": 2},
+        {"step": 3},
+    ]
+    assert next_free(folder / "metrics.jsonl").name == "metrics.3.jsonl"
+
+
+def test_results_are_not_written_through_a_link(folder, victim):
+    (folder / "results.json.tmp").symlink_to(victim)
+    write_json(folder / "results.json", {"a": 1})
+    assert json.loads((folder / "results.json").read_text()) == {"a": 1}

@@ -6,17 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
 from nemo_rl_mcore.driver.algorithms.loop import TimeLimit
 from nemo_rl_mcore.driver.signals import (
     FailedFromOutsideError,
-    StopSignals,
     TimeLimitReachedError,
-    current_stop_signals,
     deferred_stop_signals,
     exit_status_of,
     kept_stop_handlers,
@@ -30,11 +26,11 @@ each_signal = pytest.mark.parametrize("number", STOP_SIGNALS)
 
 
 @pytest.fixture(autouse=True)
-def handlers_stay() -> Iterator[None]:
+def handlers_stay():
     """Each test starts with harmless handlers, and must leave them in place."""
     saved = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
-    def unexpected(number: int, _frame: object) -> None:
+    def unexpected(number, _frame):
         pytest.fail(f"signal {number} reached the outer handler")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -47,28 +43,32 @@ def handlers_stay() -> Iterator[None]:
     assert after == before
 
 
-def later(signals: StopSignals) -> None:
+def later(signals):
     """Let the time pass in which a signal that comes again is the same one."""
     signals._asked_at -= 60
 
 
-def waits_for_a_block(number: int) -> bool:
-    """Whether a signal inside a block that defers, which interrupts, lets the block end before."""
-    ended = False
+def reached(*steps, hold=False):
+    """How many steps are done in a block that defers signals, which then interrupt."""
+    done = []
 
-    def block() -> None:
-        nonlocal ended
-        with deferred_stop_signals():
-            signal.raise_signal(number)
-            ended = True
+    def block():
+        with deferred_stop_signals(hold=hold):
+            for step in steps:
+                step()
+                done.append(step)
 
     with pytest.raises(KeyboardInterrupt):
         block()
-    return ended
+    return len(done)
+
+
+def sends(number):
+    return lambda: signal.raise_signal(number)
 
 
 @each_signal
-def test_the_first_signal_interrupts_and_says_what_it_was(number: int) -> None:
+def test_the_first_signal_interrupts_and_says_what_it_was(number):
     with stop_signals() as signals:
         assert not bool(signals.arrived)
         with pytest.raises(KeyboardInterrupt):
@@ -78,47 +78,28 @@ def test_the_first_signal_interrupts_and_says_what_it_was(number: int) -> None:
 
 
 @each_signal
-def test_a_deferred_signal_comes_at_the_end_of_the_outermost_block(number: int) -> None:
-    reached: list[str] = []
-
-    def block() -> None:
+def test_a_deferred_signal_comes_at_the_end_of_the_outermost_block(number):
+    def inner():
         with deferred_stop_signals():
-            with deferred_stop_signals():
-                signal.raise_signal(number)
-                reached.append("inner")
-            reached.append("outer")
+            signal.raise_signal(number)
 
     with stop_signals() as signals:
-        with pytest.raises(KeyboardInterrupt):
-            block()
+        assert reached(inner, time.monotonic) == 2
         assert not signals.insisted
-    assert reached == ["inner", "outer"]
 
 
 @each_signal
-def test_a_second_signal_does_not_wait_and_later_ones_change_nothing(number: int) -> None:
-    reached: list[str] = []
-
-    def block() -> None:
-        with deferred_stop_signals():
-            signal.raise_signal(number)
-            later(signals)
-            reached.append("first")
-            signal.raise_signal(number)
-            reached.append("second")
-
+def test_a_second_signal_does_not_wait_and_later_ones_change_nothing(number):
     with stop_signals() as signals:
-        with pytest.raises(KeyboardInterrupt):
-            block()
+        assert reached(sends(number), lambda: later(signals), sends(number), time.monotonic) == 2
         assert signals.insisted
         for again in STOP_SIGNALS:
             signal.raise_signal(again)
-    assert reached == ["first"]
     assert exit_status_of(KeyboardInterrupt(), signals) == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_is_sent_twice_at_once_is_one(number: int) -> None:
+def test_a_signal_that_is_sent_twice_at_once_is_one(number):
     with stop_signals() as signals:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGHUP)
@@ -126,25 +107,15 @@ def test_a_signal_that_is_sent_twice_at_once_is_one(number: int) -> None:
         assert not signals.insisted
 
 
-def test_a_block_that_is_held_is_never_cut() -> None:
-    reached: list[str] = []
-
-    def block() -> None:
-        with deferred_stop_signals(), deferred_stop_signals(hold=True):
-            for _ in range(35):
-                signal.raise_signal(signal.SIGINT)
-            reached.append("held")
-        reached.append("not held")  # pragma: no cover
-
+def test_a_block_that_is_held_is_never_cut():
     with stop_signals() as signals:
-        with pytest.raises(KeyboardInterrupt):
-            block()
+        with deferred_stop_signals():
+            assert reached(*[sends(signal.SIGINT)] * 35, hold=True) == 35
         assert signals.insisted
-    assert reached == ["held"]
 
 
-def test_a_deferred_signal_comes_when_the_block_fails_and_its_handlers_were_replaced() -> None:
-    def block() -> None:
+def test_a_deferred_signal_comes_when_the_block_fails_and_its_handlers_were_replaced():
+    def block():
         with deferred_stop_signals(hold=True):
             signal.raise_signal(signal.SIGINT)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -157,31 +128,20 @@ def test_a_deferred_signal_comes_when_the_block_fails_and_its_handlers_were_repl
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_without_a_listener_the_handlers_that_are_there_get_what_was_deferred() -> None:
-    got: list[int] = []
-    reached: list[str] = []
+def test_without_a_listener_the_handlers_that_are_there_get_what_was_deferred():
+    got = []
     outer = signal.signal(signal.SIGTERM, lambda number, _frame: got.append(number))
     try:
         with deferred_stop_signals(), deferred_stop_signals():
             signal.raise_signal(signal.SIGTERM)
-            reached.append("end")
             assert not got
         assert got == [signal.SIGTERM]
-        assert waits_for_a_block(signal.SIGINT)
+        assert reached(sends(signal.SIGINT), time.monotonic) == 2
     finally:
         signal.signal(signal.SIGTERM, outer)
-    assert reached == ["end"]
 
 
-def test_a_signal_that_was_swallowed_is_not_forgotten() -> None:
-    with stop_signals():
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            current_stop_signals().stop_if_asked()
-
-
-def test_replaced_handlers_come_back() -> None:
+def test_replaced_handlers_come_back():
     with kept_stop_handlers():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -189,7 +149,7 @@ def test_replaced_handlers_come_back() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored():
     outer = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         with stop_signals() as signals, deferred_stop_signals():
@@ -201,10 +161,10 @@ def test_an_ignored_signal_stays_ignored() -> None:
             signal.signal(number, handler)
 
 
-def test_another_thread_leaves_the_handlers_alone() -> None:
+def test_another_thread_leaves_the_handlers_alone():
     done: list[bool] = []
 
-    def use_all() -> None:
+    def use_all():
         with stop_signals(), deferred_stop_signals(), kept_stop_handlers():
             done.append(True)
 
@@ -214,7 +174,7 @@ def test_another_thread_leaves_the_handlers_alone() -> None:
     assert done == [True]
 
 
-def test_the_limit_of_time_interrupts_a_wait_and_leaves_alarms_to_others() -> None:
+def test_the_limit_of_time_interrupts_a_wait_and_leaves_alarms_to_others():
     began = time.monotonic()
     with stop_signals() as signals:
         signals.limit_time(0.2)
@@ -225,24 +185,24 @@ def test_the_limit_of_time_interrupts_a_wait_and_leaves_alarms_to_others() -> No
     assert time.monotonic() - began < 10
 
 
-def test_the_limit_of_time_waits_for_a_block_and_is_no_second_signal() -> None:
-    reached: list[str] = []
+def test_the_limit_of_time_waits_for_a_block_and_is_no_second_signal():
+    ended = []
 
-    def block() -> None:
+    def block():
         with deferred_stop_signals():
             signals.limit_time(0)
             time.sleep(0.2)
-            reached.append("end")
+            ended.append(True)
 
     with stop_signals() as signals:
         with pytest.raises(TimeLimitReachedError):
             block()
-        assert waits_for_a_block(signal.SIGTERM), "it is the first signal"
+        assert reached(sends(signal.SIGTERM), time.monotonic) == 2, "it is the first signal"
         assert not signals.insisted
-    assert reached == ["end"]
+    assert ended
 
 
-def test_the_limit_of_time_interrupts_once() -> None:
+def test_the_limit_of_time_interrupts_once():
     """A loop that ends before its time is over may have a timer that is about to end."""
     with stop_signals() as signals:
         with pytest.raises(TimeLimitReachedError):
@@ -251,7 +211,7 @@ def test_the_limit_of_time_interrupts_once() -> None:
         time.sleep(0.1)
 
 
-def test_the_limit_of_time_comes_to_nothing_once_a_signal_has_come() -> None:
+def test_the_limit_of_time_comes_to_nothing_once_a_signal_has_come():
     with stop_signals() as signals:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -275,7 +235,7 @@ sys.exit(main(["check", "--config", "recipe.yaml"]))
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGHUP, "hung up")])
-def test_a_signal_while_the_command_loads_ends_it_with_a_line(number: int, word: str) -> None:
+def test_a_signal_while_the_command_loads_ends_it_with_a_line(number, word):
     process = subprocess.Popen(
         [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -286,14 +246,14 @@ def test_a_signal_while_the_command_loads_ends_it_with_a_line(number: int, word:
     assert (process.returncode, errors) == (128 + number, f"{word} before the run began\n")
 
 
-def fails_soon(signals: StopSignals, error: Exception) -> threading.Thread:
+def fails_soon(signals, error):
     """Another thread says so in a moment."""
     thread = threading.Timer(0.1, lambda: signals.fail(error))
     thread.start()
     return thread
 
 
-def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_defers() -> None:
+def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_defers():
     error = RuntimeError("nothing moves")
     with stop_signals() as signals:
         thread = fails_soon(signals, error)
@@ -308,12 +268,12 @@ def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_def
             pass
 
 
-def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause() -> None:
+def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause():
     error = RuntimeError("nothing moves")
     with stop_signals() as signals:
         thread = fails_soon(signals, error)
 
-        def block() -> None:
+        def block():
             with deferred_stop_signals():
                 signal.raise_signal(signal.SIGTERM)
                 time.sleep(60)

@@ -1,16 +1,23 @@
 """What the driver is told of vLLM's engines."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.engine.kinds import engine_kind, vllm_environment
-from nemo_rl_mcore.engine.vllm.engine import EngineMachines, VllmShare
+from nemo_rl_mcore.engine.vllm.engine import EngineMachines, EngineSettings, VllmShare
 from nemo_rl_mcore.recipe.load import load_config
 
 LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")
 RECIPES = Path(__file__).parents[3] / "examples/configs"
+
+
+def kind_of(folder, *overrides):
+    given = [f"logger.log_dir={folder}", *LONGER, *overrides]
+    return engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", given))
 
 
 @pytest.mark.parametrize(
@@ -22,11 +29,7 @@ RECIPES = Path(__file__).parents[3] / "examples/configs"
     ],
 )
 def test_engines_have_the_tokenizer_where_texts_may_end_an_answer(tmp_path, overrides, reads_texts):
-    config = load_config(
-        RECIPES / "grpo_copy_vllm_cpu.yaml", [f"logger.log_dir={tmp_path}", *LONGER, *overrides]
-    )
-    kind = engine_kind(config)
-    folder = kind.settings.tokenizer
+    folder = kind_of(tmp_path, *overrides).settings.tokenizer
     assert (folder is not None) == reads_texts
     assert not reads_texts or (Path(folder) / "tokenizer.json").exists()
 
@@ -48,26 +51,22 @@ def test_an_engine_gets_vllms_own_variables_and_defaults_that_they_override():
 
 
 def test_arguments_of_the_recipe_reach_vllm_beside_those_that_are_set(tmp_path):
-    config = load_config(
-        RECIPES / "grpo_copy_vllm_cpu.yaml",
-        [
-            f"logger.log_dir={tmp_path}",
-            *LONGER,
-            "policy.generation.vllm_kwargs={enable_chunked_prefill: true}",
-        ],
-    )
-    arguments = engine_kind(config).settings.arguments()
+    kind = kind_of(tmp_path, "policy.generation.vllm_kwargs={enable_chunked_prefill: true}")
+    arguments = kind.settings.arguments()
     assert arguments["enable_chunked_prefill"] is True
     assert arguments["max_model_len"] == 16
 
 
-@pytest.mark.parametrize("key", ["model", "speculative_config", "pipeline_parallel_size", "logprobs_mode"])
-def test_arguments_that_give_other_answers_are_refused_by_name(key):
-    with pytest.raises(ConfigError) as caught:
-        load_config(
-            RECIPES / "grpo_copy_vllm_cpu.yaml", [*LONGER, f"policy.generation.vllm_kwargs={{{key}: 1}}"]
-        )
-    assert [problem.path for problem in caught.value.problems] == [f"policy.generation.vllm_kwargs.{key}"]
+def test_vllm_is_asked_for_routes_and_those_of_dense_layers_are_left_out():
+    settings = EngineSettings("folder", "bfloat16", 16, 4, routes=((1, 3), "int8"))
+    assert settings.arguments()["enable_return_routed_experts"] is True
+    of_all_layers = np.arange(40, dtype=np.uint8).reshape(5, 4, 2)
+    found = settings.routes_of(SimpleNamespace(routed_experts=of_all_layers))
+    assert found.dtype == np.int8
+    assert (found == of_all_layers[:, 1::2]).all()
+    unasked = replace(settings, routes=None)
+    assert not {"routes", "enable_return_routed_experts"} & unasked.arguments().keys()
+    assert unasked.routes_of(None) is None
 
 
 ON_GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16", "policy.generation.mismatch_threshold=2")
@@ -90,22 +89,17 @@ def test_an_engine_in_fp8_is_sent_bfloat16_and_told_what_to_quantize(tmp_path, k
     own = (
         f"+policy.generation.vllm_cfg.{key}={value}" for key, value in {"precision": "fp8", **keys}.items()
     )
-    overrides = [f"logger.log_dir={tmp_path}", *LONGER, *ON_GPUS, *UNCOMPARED, *own]
-    kind = engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", overrides))
+    kind = kind_of(tmp_path, *ON_GPUS, *UNCOMPARED, *own)
     arguments = kind.settings.arguments()
-    assert (kind.precision, arguments["dtype"], arguments["quantization"]) == (
-        "bfloat16",
-        "bfloat16",
-        quantization,
-    )
+    assert kind.precision == arguments["dtype"] == "bfloat16"
+    assert arguments["quantization"] == quantization
     assert arguments.get("quantization_config") == (ignored and {"ignore": ignored})
 
 
 def test_an_engine_over_machines_tells_vllm_which_part_it_is(tmp_path):
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     own = (f"+policy.generation.vllm_cfg.{key}={size}" for key, size in layout.items())
-    overrides = [f"logger.log_dir={tmp_path}", *LONGER, *ON_GPUS, "cluster.num_nodes=2", *own]
-    kind = engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", overrides))
+    kind = kind_of(tmp_path, *ON_GPUS, "cluster.num_nodes=2", *own)
     assert (kind.processes, kind.share) == (4, VllmShare)
     arguments = kind.settings.arguments(EngineMachines("10.0.0.1", "10.0.0.2", 1, 2, 7))
     expected = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 7}

@@ -1,26 +1,20 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 
-BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
 
-
-def _make_batch(
-    rows: int = 5, columns: int = 7, seed: int = 0, dtype: torch.dtype = torch.float64, noise: float = 0.5
-) -> tuple[torch.Tensor, BatchedDataDict]:
+def _make_batch(rows=5, columns=7, seed=0, dtype=torch.float64, noise=0.5):
     """Log-probabilities [B,S-1] that require a gradient, and a batch of uneven rows.
 
     Row 0 is full; of three rows or more, the last has no valid token and row 1 is dropped by its sample mask.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    def near(values: torch.Tensor) -> torch.Tensor:
+    def near(values):
         return values + noise * normal(rows, columns)
 
     current = -normal(rows, columns).abs() - 0.1
@@ -43,5 +37,5 @@ def _make_batch(
 
 
 @pytest.fixture(scope="session")
-def make_batch() -> BatchMaker:
+def make_batch():
     return _make_batch

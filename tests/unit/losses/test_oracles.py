@@ -6,11 +6,9 @@ B rows of P prompt and T answer tokens over V words. Both sides start from the s
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn
@@ -22,7 +20,7 @@ CAP = 1.2
 
 
 @pytest.fixture(scope="module")
-def trl() -> Any:
+def trl():
     with warnings.catch_warnings():
         # What its dependencies warn about while they load is not ours.
         warnings.simplefilter("ignore")
@@ -32,11 +30,11 @@ def trl() -> Any:
 
 
 @pytest.fixture
-def x() -> SimpleNamespace:
+def x():
     """Answers of uneven length, and what several policies say of them."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     logits = normal(B, T, V).requires_grad_()
@@ -57,7 +55,7 @@ def x() -> SimpleNamespace:
     )
 
 
-def logprobs_of(logits: Tensor, answers: Tensor) -> Tensor:
+def logprobs_of(logits, answers):
     return logits.log_softmax(-1).gather(2, answers[..., None]).squeeze(2)
 
 
@@ -67,16 +65,16 @@ class Alone:
     num_processes = 1
     device = torch.device("cpu")
 
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values):
         return values
 
     gather_for_metrics = gather
 
-    def reduce(self, values: Tensor, **_: Any) -> Tensor:
+    def reduce(self, values, **_):
         return values
 
 
-def trainer(**keys: Any) -> SimpleNamespace:
+def trainer(**keys):
     """What both loss methods read of their trainer."""
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -89,11 +87,11 @@ def trainer(**keys: Any) -> SimpleNamespace:
     )
 
 
-def gradient(loss: Tensor, logits: Tensor) -> Tensor:
+def gradient(loss, logits):
     return torch.autograd.grad(loss, logits)[0]
 
 
-def behind_the_prompt(values: Tensor) -> Tensor:
+def behind_the_prompt(values):
     """[B,S] from [B,T]: zeros on the prompt."""
     return torch.cat([values.new_zeros(len(values), P), values], dim=1)
 
@@ -101,13 +99,8 @@ def behind_the_prompt(values: Tensor) -> Tensor:
 # --- GRPO and its family ------------------------------------------------------------------------------------
 
 
-def grpo_of_trl(trl: Any, x: SimpleNamespace, loss_type: str, **keys: Any) -> Tensor:
-    args = {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "steps_per_generation": 1,
-        "report_to": [],
-    }
+def grpo_of_trl(trl, x, loss_type, **keys):
+    args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, "report_to": []}
     args |= {key: keys.pop(key) for key in list(keys) if key in args}
     settings = {
         "top_entropy_quantile": 1.0,
@@ -124,7 +117,7 @@ def grpo_of_trl(trl: Any, x: SimpleNamespace, loss_type: str, **keys: Any) -> Te
     }
     stand_in = trainer(loss_type=loss_type, args=SimpleNamespace(**args), **(settings | keys))
 
-    def model_pass(*_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+    def model_pass(*_, **__):
         logp = x.logits.log_softmax(-1)
         return logprobs_of(x.logits, x.answers), -(logp.exp() * logp).sum(-1).detach(), None
 
@@ -146,7 +139,7 @@ def grpo_of_trl(trl: Any, x: SimpleNamespace, loss_type: str, **keys: Any) -> Te
     )
 
 
-def ours(x: SimpleNamespace, **keys: Any) -> Tensor:
+def ours(x, **keys):
     loss_fn = ClippedPGLossFn(
         {
             "reference_policy_kl_penalty": 0.0,
@@ -175,7 +168,7 @@ TIS = {
     "truncated_importance_sampling_ratio": CAP,
 }
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
-PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+PAIRS = {
     "GRPO": ({"loss_type": "grpo"}, PER_ROW),
     "GRPO by tokens": ({"loss_type": "bnpo"}, {}),
     "DAPO": ({"loss_type": "dapo"}, {}),
@@ -198,7 +191,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_policy_gradient_is_that_of_trl(name: str, trl: Any, x: SimpleNamespace):
+def test_the_policy_gradient_is_that_of_trl(name, trl, x):
     theirs, keys = PAIRS[name]
     expected, found = grpo_of_trl(trl, x, **theirs), ours(x, **keys)
     if keys:
@@ -208,7 +201,7 @@ def test_the_policy_gradient_is_that_of_trl(name: str, trl: Any, x: SimpleNamesp
 
 
 @pytest.mark.parametrize("name", ["GRPO", "DAPO"])
-def test_the_kl_penalty_is_that_of_trl(name: str, trl: Any, x: SimpleNamespace):
+def test_the_kl_penalty_is_that_of_trl(name, trl, x):
     """With the ratio to the sampling policy on it, which makes its gradient that of the divergence."""
     theirs, keys = PAIRS[name]
     x.generation = x.old
@@ -219,13 +212,13 @@ def test_the_kl_penalty_is_that_of_trl(name: str, trl: Any, x: SimpleNamespace):
     assert abs(expected - grpo_of_trl(trl, x, **theirs)) > 1e-3, "it is in the loss"
 
 
-def test_the_value_of_the_plain_penalty_is_that_of_trl(trl: Any, x: SimpleNamespace):
+def test_the_value_of_the_plain_penalty_is_that_of_trl(trl, x):
     expected = grpo_of_trl(trl, x, "grpo", beta=0.4)
     found = ours(x, **PER_ROW, reference_policy_kl_penalty=0.4)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_dr_grpo_divides_by_a_constant_where_we_divide_by_the_tokens(trl: Any, x: SimpleNamespace):
+def test_dr_grpo_divides_by_a_constant_where_we_divide_by_the_tokens(trl, x):
     expected = grpo_of_trl(trl, x, "dr_grpo") * (B * T) / x.mask.sum()
     found = ours(x)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
@@ -235,7 +228,7 @@ def test_dr_grpo_divides_by_a_constant_where_we_divide_by_the_tokens(trl: Any, x
 # --- DPO ----------------------------------------------------------------------------------------------------
 
 
-def dpo_of_trl(trl: Any, x: SimpleNamespace, losses: dict[str, float]) -> tuple[Tensor, dict[str, Any]]:
+def dpo_of_trl(trl, x, losses):
     """TRL holds all chosen answers first, then all rejected ones."""
     order = [*range(0, len(x.mask), 2), *range(1, len(x.mask), 2)]
     logprobs = (logprobs_of(x.logits, x.answers) * x.mask)[order]
@@ -269,7 +262,7 @@ def dpo_of_trl(trl: Any, x: SimpleNamespace, losses: dict[str, float]) -> tuple[
     return loss, {name: values[-1] for name, values in stand_in._metrics["train"].items()}
 
 
-def our_dpo(x: SimpleNamespace, **keys: Any) -> tuple[Tensor, dict[str, float]]:
+def our_dpo(x, **keys):
     rows = len(x.mask)
     batch = BatchedDataDict(
         token_mask=behind_the_prompt(x.mask),
@@ -288,7 +281,7 @@ def our_dpo(x: SimpleNamespace, **keys: Any) -> tuple[Tensor, dict[str, float]]:
         ({"sigmoid_norm": 1.0}, {"preference_average_log_probs": True}),
     ],
 )
-def test_dpo_is_that_of_trl(losses: dict[str, float], keys: dict[str, Any], trl: Any, x: SimpleNamespace):
+def test_dpo_is_that_of_trl(losses, keys, trl, x):
     (expected, reported), (found, metrics) = dpo_of_trl(trl, x, losses), our_dpo(x, **keys)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(gradient(found, x.logits), gradient(expected, x.logits), rtol=1e-7, atol=1e-9)
@@ -298,7 +291,7 @@ def test_dpo_is_that_of_trl(losses: dict[str, float], keys: dict[str, Any], trl:
         assert 0.3 * metrics["rewards_rejected_mean"] == pytest.approx(reported["rewards/rejected"])
 
 
-def test_the_likelihood_beside_dpo_is_that_of_trl_for_one_pair(trl: Any, x: SimpleNamespace):
+def test_the_likelihood_beside_dpo_is_that_of_trl_for_one_pair(trl, x):
     """TRL averages over the tokens of all chosen answers, we over each one's: the same for a single answer."""
     x.answers, x.mask, x.reference = (values[:2] for values in (x.answers, x.mask, x.reference))
     x.logits = x.logits[:2].detach().requires_grad_()

@@ -6,7 +6,6 @@ several rows has the sums of the one row that has them all; masked positions nev
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -24,8 +23,6 @@ from nemo_rl_mcore.losses import (
     DistillationLossFn,
     DistillationOutputs,
     DPOLossFn,
-    LossFunction,
-    LossSums,
     MetricKind,
     MseValueLossFn,
     NLLLossFn,
@@ -35,13 +32,12 @@ from nemo_rl_mcore.losses import (
 )
 from nemo_rl_mcore.losses.base import valid_counts
 
-BatchMaker = Callable[..., tuple[Tensor, BatchedDataDict]]
 ROWS, VOCABULARY, K = 8, 9, 4
 
 CORRECTED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}
 BOUNDED = CORRECTED | {"truncated_importance_sampling_ratio_min": 0.8}
 PER_ROW = {"token_level_loss": False}
-CLIPPED: dict[str, dict[str, Any]] = {
+CLIPPED = {
     "GRPO": {},
     "GRPO by rows": PER_ROW,
     "DAPO": {"ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
@@ -57,7 +53,7 @@ CLIPPED: dict[str, dict[str, Any]] = {
     | {"kl_input_clamp_value": 0.3, "reference_policy_kl_penalty": 0.5},
     "seq-mask-tis by rows": PER_ROW | BOUNDED | {"truncated_importance_sampling_type": "seq-mask-tis"},
 }
-LOSSES: dict[str, LossFunction] = {
+LOSSES = {
     **{name: ClippedPGLossFn(keys) for name, keys in CLIPPED.items()},
     "NLL": NLLLossFn(),
     "DPO": DPOLossFn({"sft_loss_weight": 0.3}),
@@ -83,11 +79,11 @@ class Case:
     leaves: list[Tensor]
 
 
-def case_of(loss_fn: LossFunction, make_batch: BatchMaker, seed: int) -> Case:
+def case_of(loss_fn, make_batch, seed):
     current, data = make_batch(rows=ROWS, columns=5, seed=seed)
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     data["values"], data["returns"] = normal(ROWS, 5), normal(ROWS, 5)
@@ -105,7 +101,7 @@ def case_of(loss_fn: LossFunction, make_batch: BatchMaker, seed: int) -> Case:
     return Case(data, tokens, [current, entropy])
 
 
-def rows_of(outputs: Any, rows: list[int]) -> Any:
+def rows_of(outputs, rows):
     """The same outputs for some rows."""
     if is_dataclass(outputs):
         return type(outputs)(*(rows_of(getattr(outputs, field.name), rows) for field in fields(outputs)))
@@ -113,14 +109,14 @@ def rows_of(outputs: Any, rows: list[int]) -> Any:
 
 
 @st.composite
-def partitions(draw: st.DrawFn) -> list[list[int]]:
+def partitions(draw):
     """The samples 0..n-1 in any order, cut anywhere; parts may be empty of valid tokens, not of rows."""
     order = draw(st.permutations(range(ROWS)))
     cuts = sorted(draw(st.sets(st.integers(1, ROWS - 1))))
     return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
 
 
-def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+def gradients(loss, leaves):
     found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
@@ -128,7 +124,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=15, deadline=None)
 @given(partition=partitions(), seed=st.integers(0, 999))
-def test_the_parts_make_the_whole(name: str, partition: list[list[int]], seed: int, make_batch: BatchMaker):
+def test_the_parts_make_the_whole(name, partition, seed, make_batch):
     loss_fn = LOSSES[name]
     case = case_of(loss_fn, make_batch, seed)
     size = loss_fn.rows_per_sample
@@ -145,7 +141,7 @@ def test_the_parts_make_the_whole(name: str, partition: list[list[int]], seed: i
 OF_EPISODES = [name for name, loss_fn in LOSSES.items() if loss_fn.rows_per_sample == 1]
 
 
-def in_several_rows(case: Case, seed: int) -> tuple[list[int], BatchedDataDict]:
+def in_several_rows(case, seed):
     """Of each row the parts that an episode may have, as row numbers of the case, and the batch of all parts."""
     generator = torch.Generator().manual_seed(seed)
     whole = BatchedDataDict(case.data, input_ids=torch.zeros(ROWS, 5), input_lengths=torch.full((ROWS,), 5))
@@ -160,14 +156,12 @@ def in_several_rows(case: Case, seed: int) -> tuple[list[int], BatchedDataDict]:
 @pytest.mark.parametrize("name", OF_EPISODES)
 @settings(max_examples=15, deadline=None)
 @given(partition=partitions(), seed=st.integers(0, 999))
-def test_the_rows_of_an_episode_make_its_one_row(
-    name: str, partition: list[list[int]], seed: int, make_batch: BatchMaker
-):
+def test_the_rows_of_an_episode_make_its_one_row(name, partition, seed, make_batch):
     loss_fn = LOSSES[name]
     case = case_of(loss_fn, make_batch, seed)
     rows_of_parts, in_rows = in_several_rows(case, seed)
     whole = loss_fn.sums(case.outputs, case.data)
-    parts: list[LossSums] = []
+    parts = []
     counts = torch.zeros(2, dtype=torch.float64)
     for samples in partition:
         at = [place for place, row in enumerate(rows_of_parts) if row in samples]
@@ -178,7 +172,7 @@ def test_the_rows_of_an_episode_make_its_one_row(
     assert_the_same(parts, whole, case)
 
 
-def assert_the_same(parts: list[LossSums], whole: LossSums, case: Case) -> None:
+def assert_the_same(parts, whole, case):
     total = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(total, whole.loss)
     for found, expected in zip(
@@ -191,7 +185,7 @@ def assert_the_same(parts: list[LossSums], whole: LossSums, case: Case) -> None:
         assert combine.get(value.kind, sum)(pieces) == pytest.approx(value.value.item(), abs=1e-12), metric
 
 
-def poisoned(outputs: Any, off: Tensor, poison: float) -> Any:
+def poisoned(outputs, off, poison):
     """Outputs [B,C,..] for masks [B,S], in the next-token frame unless they have as many columns."""
     if is_dataclass(outputs):
         return type(outputs)(
@@ -206,7 +200,7 @@ def poisoned(outputs: Any, off: Tensor, poison: float) -> Any:
 @pytest.mark.each_value
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", LOSSES)
-def test_masked_positions_never_matter(name: str, poison: float, make_batch: BatchMaker):
+def test_masked_positions_never_matter(name, poison, make_batch):
     loss_fn = LOSSES[name]
     case = case_of(loss_fn, make_batch, 3)
     off = case.data["token_mask"] * case.data["sample_mask"][:, None] == 0
@@ -229,12 +223,12 @@ def test_masked_positions_never_matter(name: str, poison: float, make_batch: Bat
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_sums_neither_wait_for_the_device_nor_name_one(name: str, make_batch: BatchMaker):
+def test_sums_neither_wait_for_the_device_nor_name_one(name, make_batch):
     # A tensor on "meta" has no values: reading one, or indexing by a mask, raises. The loss travels to the ranks.
     loss_fn = pickle.loads(pickle.dumps(LOSSES[name]))
     case = case_of(loss_fn, make_batch, 0)
 
-    def on_meta(outputs: Any) -> Any:
+    def on_meta(outputs):
         if is_dataclass(outputs):
             return type(outputs)(*(on_meta(getattr(outputs, field.name)) for field in fields(outputs)))
         return outputs if outputs is None else outputs.to("meta")
@@ -245,3 +239,9 @@ def test_sums_neither_wait_for_the_device_nor_name_one(name: str, make_batch: Ba
         (metric.value.device.type, metric.value.ndim, metric.value.requires_grad)
         for metric in sums.metrics.values()
     } == {("meta", 0, False)}
+
+
+def test_counts_add_up_over_parts_and_are_exact_beyond_fp32():
+    ones = BatchedDataDict(token_mask=torch.ones(2, 2).expand(2, 2), sample_mask=torch.tensor([2.0**24, 1.0]))
+    seqs, toks = valid_counts(ones)
+    assert seqs.item() == toks.item() == 2**24 + 1

@@ -7,7 +7,6 @@ import torch
 
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
     correction_metrics,
@@ -15,6 +14,7 @@ from nemo_rl_mcore.driver.algorithms.mismatch import (
     table_of_training,
     with_row_numbers,
 )
+from nemo_rl_mcore.environment.turns import Ending
 from nemo_rl_mcore.losses import ClippedPGLossFn, TokenOutputs
 from nemo_rl_mcore.losses.kl import COLUMNS, sampler_table
 from nemo_rl_mcore.rank.sums import LocalSums
@@ -94,17 +94,6 @@ def test_the_table_worked_out_by_hand():
     assert sampler_table(*[torch.zeros(2, 0)] * 2, torch.zeros(2, 0, dtype=torch.bool), "k3").shape == (2, 7)
 
 
-def test_only_the_rows_that_are_compared_enter():
-    batch = rollout(episodes=True)
-    young = torch.arange(16) < 10
-    of_all = Mismatch.of(batch, table_of_batch(batch), young)
-    alone = batch.slice(0, 10)
-    assert of_all.metrics(THRESHOLD) == Mismatch.of(alone, table_of_batch(alone)).metrics(THRESHOLD)
-    of_nobody = Mismatch.of(batch, table_of_batch(batch), torch.zeros(16, dtype=torch.bool))
-    assert of_nobody.metrics(THRESHOLD)["mismatch/seqs_above_threshold"] == 0.0
-    assert not of_nobody.above(1.0).any()
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -134,17 +123,6 @@ def test_the_loss_is_that_of_log_probabilities_that_were_computed_before(config)
     assert torch.equal(*gradients)
     assert gradients[0].abs().max() > 0
     assert metrics[0] == metrics[1]
-
-
-def test_a_step_without_a_chunk_agrees():
-    batch = rollout()
-    assert Mismatch.of(batch, table_of_training({}, batch.size)).metrics(2.0) == {
-        "mismatch/token_mult_prob_error": 1.0,
-        "mismatch/gen_kl_error": 0.0,
-        "mismatch/max_seq_mult_prob_error": 1.0,
-        "mismatch/seqs_above_threshold": 0.0,
-    }
-    assert correction_metrics(table_of_training({}, batch.size)) == {}
 
 
 def test_ratios_that_no_number_holds_are_no_error():

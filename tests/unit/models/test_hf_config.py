@@ -34,11 +34,7 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-HYBRID = {
-    "hybrid_layer_pattern": "M*",
-    "mamba_num_heads": 8,
-    "activation_func": "squared_relu",
-}
+HYBRID = {"hybrid_layer_pattern": "M*", "mamba_num_heads": 8, "activation_func": "squared_relu"}
 OF_EXPERTS = {
     "hybrid_layer_pattern": "ME",
     "num_moe_experts": 4,
@@ -53,17 +49,6 @@ OF_GPT_OSS = {
     "activation_func_clamp_value": 7.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-HF_CLASSES = {
-    "deepseek_v3": "DeepseekV3Config",
-    "gpt_oss": "GptOssConfig",
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "mixtral": "MixtralConfig",
-    "nemotron_h": "NemotronHConfig",
-}
 
 
 def config_of(model_type, **keys):
@@ -91,9 +76,9 @@ def refusal_of(config):
 
 
 def transformers_config(model_type, **keys):
-    import transformers
+    from transformers import AutoConfig
 
-    return getattr(transformers, HF_CLASSES[model_type])(**keys)
+    return AutoConfig.for_model(model_type, **keys)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -134,15 +119,6 @@ def test_a_key_that_has_two_spellings_is_read_as_transformers_reads_it(model_typ
     assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(theirs))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "linear"])
-def test_a_stretch_that_was_added_to_a_file_of_transformers_5_is_refused(kind):
-    """Model cards say to add it; the section that transformers 5 wrote stands in the same file."""
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    added = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
-    problems = refused(config_of("qwen3", num_key_value_heads=4, rope_parameters=plain, rope_scaling=added))
-    assert [problem.path for problem in problems] == ["rope_type"]
-
-
 def test_a_base_that_the_other_section_hides_is_refused():
     """transformers would fall back to 10000, though the file says 1e6: nobody means that."""
     config = config_of("llama", rope_parameters={"rope_theta": 1e6}, rope_scaling=STRETCHED)
@@ -154,7 +130,9 @@ def test_a_base_that_the_other_section_hides_is_refused():
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
     latent = "kv_lora_rank" in FAMILIES[model_type].sizes
-    rope = {"rope_theta": 77.0, **({"rope_type": "default"} if latent else STRETCHED)}
+    partial = "linear_attention_freq" in FAMILIES[model_type].sizes
+    rope = {"rope_theta": 77.0, **({"rope_type": "default"} if latent or partial else STRETCHED)}
+    rope |= {"partial_rotary_factor": 0.25} if partial else {}
     given = config_of(
         model_type,
         num_key_value_heads=4 if latent else 2,
@@ -174,15 +152,9 @@ def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
     assert explicit_fields(model_config_from_hf(saved)) == explicit_fields(model)
 
 
-def test_rotary_keys_of_transformers_4_and_5_say_the_same():
-    old = config_of("llama", rope_theta=500000.0, rope_scaling=STRETCHED)
-    new = config_of("llama", rope_parameters={"rope_theta": 500000.0, **STRETCHED})
-    assert model_config_from_hf(old) == model_config_from_hf(new)
-    model = model_config_from_hf(old)
-    assert model.rotary_base == 500000.0
-    assert model.rope_scaling is not None
-    assert model.rope_scaling.factor == 8.0
-    written = hf_config_of(model)
+def test_rotary_keys_are_written_for_transformers_4_and_5():
+    given = config_of("llama", rope_theta=500000.0, rope_scaling=STRETCHED)
+    written = hf_config_of(model_config_from_hf(given))
     assert written["rope_theta"] == 500000.0
     assert written["rope_scaling"] == written["rope_parameters"]
 
@@ -262,28 +234,21 @@ def test_the_family_follows_from_the_architecture(model, family):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (
-            {"qk_layernorm": True, "add_qkv_bias": True},
-            "add_qkv_bias: true with qk",
-        ),
-        (
-            {"num_moe_experts": 4, "moe_router_pre_softmax": True},
-            "num_moe_experts: 4 with moe_router_pre_softmax: true",
-        ),
-        ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
-        (
-            {"num_moe_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 8},
-            "moe_shared_expert_intermediate_size: 8",
-        ),
-        (
-            {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_score_function": "sigmoid"},
-            "moe_router_score_function: sigmoid",
-        ),
-        ({"activation_func": "squared_relu"}, "activation_func: squared_relu"),
-        ({"sliding_window": 8}, "sliding_window: 8"),
-        ({"softmax_type": "learnable"}, "softmax_type: learnable"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "add_qkv_bias: true with qk"),
         (OF_GPT_OSS | {"activation_func_clamp_value": None}, "activation_func: quick_gelu"),
         (HYBRID | {"activation_func": "silu"}, "hybrid_layer_pattern: M*"),
+        ({"num_moe_experts": 4, "moe_router_pre_softmax": True}, "4 with moe_router_pre_softmax: true"),
+        *(
+            ({**experts, key: value}, f"{key}: {value}")
+            for experts, key, value in (
+                ({}, "mtp_num_layers", 1),
+                ({"num_moe_experts": 4, "qk_layernorm": True}, "moe_shared_expert_intermediate_size", 8),
+                ({"num_moe_experts": 4, "qk_layernorm": True}, "moe_router_score_function", "sigmoid"),
+                ({}, "activation_func", "squared_relu"),
+                ({}, "sliding_window", 8),
+                ({}, "softmax_type", "learnable"),
+            )
+        ),
     ],
 )
 def test_what_no_family_has_is_named(model, reason):
@@ -293,130 +258,90 @@ def test_what_no_family_has_is_named(model, reason):
     assert reason in str(caught.value)
 
 
+# Families, values of keys, and what these are refused for; a string is the code, of each of the keys.
+REFUSED = yaml.safe_load("""
+yarn: &yarn {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}
+stretched: &stretched {rope_type: llama3, factor: 8.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192}
+rows:
+- [gemma2, {}, [model_type, not-supported]]
+- [llama, {hidden_act: gelu, attention_bias: true, mlp_bias: true, per_layer_config: {'1': {}}}, not-supported]
+- [llama, {attention_dropout: 0.1, quantization_config: {bits: 4}, partial_rotary_factor: 0.5}, not-supported]
+- [llama, {rope_parameters: {partial_rotary_factor: 0.5}}, [partial_rotary_factor, not-supported]]
+- [llama, {rope_scaling: {type: linear, factor: 2.0}}, [rope_type, not-supported]]
+- [llama, {rope_scaling: {<<: *stretched, low_freq_factor: 2.0}}, [rope_scaling.low_freq_factor, not-supported]]
+- [llama, {rope_scaling: {rope_type: llama3, factor: 8.0}}, [rope_scaling.low_freq_factor, missing]]
+- [llama, {hidden_size: '64', vocab_size: 2147483648}, not-allowed]
+- [llama, {hidden_size: 66}, [not-divisible]]
+- [mistral, {sliding_window: 4096}, not-supported]
+- [mixtral, {num_local_experts: 1000000000}, not-allowed]
+- [qwen2, {use_sliding_window: true}, not-supported]
+- [qwen2, {rope_scaling: {<<: *yarn, beta_fast: 2}}, [rope_scaling.beta_fast, not-supported]]
+- [qwen2, {rope_scaling: {<<: *yarn, mscale: 0.7}}, [rope_scaling.mscale, not-supported]]
+- [qwen2, {rope_scaling: {rope_type: yarn, factor: 4.0}}, [rope_scaling.original_max_position_embeddings, missing]]
+- [qwen2, {rope_scaling: {<<: *yarn, attention_factor: 1.2}}, [rope_parameters, not-supported]]
+- [qwen2, {rope_scaling: {mrope_section: [1, 2]}}, [rope_parameters, not-supported]]
+- [qwen3, {layer_types: [full_attention, sliding_attention]}, not-supported]
+# A stretch that model cards say to add, beside the section that transformers 5 wrote.
+- [qwen3, {rope_parameters: &plain {rope_type: default, rope_theta: 1.0e+4}, num_key_value_heads: 4,
+    rope_scaling: {<<: *yarn, rope_type: dynamic}}, [rope_type, not-supported]]
+- [qwen3, {rope_parameters: *plain, rope_scaling: {<<: *yarn, rope_type: linear}}, [rope_type, not-supported]]
+- [qwen3_moe, {decoder_sparse_step: 2, mlp_only_layers: [0]}, not-supported]
+- [qwen3_moe, {num_experts: null}, missing]
+- [qwen3_moe, {num_experts_per_tok: 1, norm_topk_prob: true}, [num_experts_per_tok, no-signal]]
+- [qwen3_moe, {norm_topk_prob: 'no'}, not-allowed]
+- [gpt_oss, {attention_bias: false, swiglu_alpha: 1.0, hidden_act: gelu, attention_dropout: 0.1}, not-supported]
+- [gpt_oss, {quantization_config: {quant_method: fp8}}, not-supported]
+- [gpt_oss, {layer_types: [sliding_attention, chunked_attention]}, not-supported]
+- [gpt_oss, {layer_types: [full_attention]}, ['layer_types: contradicts (num_hidden_layers)']]
+- [gpt_oss, {layer_types: [full_attention, sliding_attention], sliding_window: 8}, [layer_types, not-supported]]
+- [gpt_oss, {layer_types: [sliding_attention, sliding_attention], sliding_window: 8}, [layer_types, not-supported]]
+- [gpt_oss, {sliding_window: null, swiglu_limit: null}, missing]
+- [gpt_oss, {num_experts_per_tok: 1}, no-signal]
+- [gpt_oss, {swiglu_limit: 0.0, layer_types: 3}, not-allowed]
+- [deepseek_v3, {rope_scaling: {<<: *yarn, truncate: false}}, [rope_scaling.truncate, not-supported]]
+- [deepseek_v3, {rope_scaling: {<<: *yarn, mscale: null, mscale_all_dim: 0.7}}, [rope_scaling.mscale, missing]]
+- [deepseek_v3, {n_group: true}, not-allowed]
+- [nemotron_h, {attention_bias: true, mlp_bias: true, use_bias: true, mamba_proj_bias: true}, not-supported]
+- [nemotron_h, {use_conv_bias: false, conv_kernel: 3, mlp_hidden_act: silu, mamba_hidden_act: relu}, not-supported]
+- [nemotron_h, {layer_norm_epsilon: 1.0e-6, residual_in_fp32: true, hidden_dropout: 0.1}, not-supported]
+- [nemotron_h, {sliding_window: 8, tie_word_embeddings: true, n_group: 2, topk_group: 2}, not-supported]
+- [nemotron_h, {n_shared_experts: 2, norm_topk_prob: false}, not-supported]
+- [nemotron_h, {layers_block_type: [linear_attention, linear]}, not-supported]
+- [nemotron_h, {num_experts_per_tok: 1}, [norm_topk_prob, not-supported]]
+- [nemotron_h, {n_routed_experts: null, hybrid_override_pattern: null}, missing]
+- [nemotron_h, {hybrid_override_pattern: MG}, [not-supported]]
+- [nemotron_h, {layers_block_type: true}, not-allowed]
+- [nemotron_h, {layers_block_type: 7}, not-allowed]
+""")["rows"]
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "told"),
     [
-        (config_of("gemma2"), "model_type: not-supported"),
+        *(
+            (config_of(family, **keys), ": ".join(told))
+            for family, keys, told in REFUSED
+            if not isinstance(told, str)
+        ),
+        *(
+            (config_of(family, **{key: value}), f"{key}: {code}")
+            for family, keys, code in REFUSED
+            if isinstance(code, str)
+            for key, value in keys.items()
+        ),
         ({}, "model_type: not-supported"),
-        (config_of("llama", hidden_act="gelu"), "hidden_act: not-supported"),
-        (config_of("llama", attention_bias=True), "attention_bias: not-supported"),
-        (config_of("llama", mlp_bias=True), "mlp_bias: not-supported"),
-        (config_of("llama", per_layer_config={"1": {}}), "per_layer_config: not-supported"),
-        (config_of("llama", attention_dropout=0.1), "attention_dropout: not-supported"),
-        (config_of("llama", quantization_config={"bits": 4}), "quantization_config: not-supported"),
-        (
-            config_of("llama", rope_scaling={"type": "linear", "factor": 2.0}),
-            "rope_type: not-supported",
-        ),
-        (
-            config_of("llama", rope_scaling={**STRETCHED, "low_freq_factor": 2.0}),
-            "rope_scaling.low_freq_factor: not-supported",
-        ),
-        (config_of("qwen2", rope_scaling={**YARN, "beta_fast": 2}), "rope_scaling.beta_fast: not-supported"),
-        (
-            config_of("qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            "rope_scaling.original_max_position_embeddings: missing",
-        ),
-        (
-            config_of("deepseek_v3", rope_scaling={**YARN, "truncate": False}),
-            "rope_scaling.truncate: not-supported",
-        ),
-        (
-            config_of("deepseek_v3", rope_scaling={**YARN, "mscale": None, "mscale_all_dim": 0.7}),
-            "rope_scaling.mscale: missing",
-        ),
-        *(
-            (config_of("gpt_oss", **{key: value}), f"{key}: not-supported")
-            for key, value in {
-                "attention_bias": False,
-                "swiglu_alpha": 1.0,
-                "hidden_act": "gelu",
-                "attention_dropout": 0.1,
-                "quantization_config": {"quant_method": "fp8"},
-                "layer_types": ["sliding_attention", "chunked_attention"],
-            }.items()
-        ),
-        (config_of("gpt_oss", layer_types=["full_attention"]), "layer_types: contradicts"),
-        (config_of("gpt_oss", sliding_window=None), "sliding_window: missing"),
-        (config_of("gpt_oss", num_experts_per_tok=1), "num_experts_per_tok: no-signal"),
-        (config_of("gpt_oss", swiglu_limit=None), "swiglu_limit: missing"),
-        (config_of("gpt_oss", swiglu_limit=0.0), "swiglu_limit: not-allowed"),
-        (config_of("qwen2", rope_scaling={**YARN, "mscale": 0.7}), "rope_scaling.mscale: not-supported"),
-        (
-            config_of("qwen2", rope_scaling={**YARN, "attention_factor": 1.2}),
-            "rope_parameters: not-supported",
-        ),
-        (config_of("qwen2", rope_scaling={"mrope_section": [1, 2]}), "rope_parameters: not-supported"),
-        (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor: not-supported"),
-        (
-            config_of("llama", rope_parameters={"partial_rotary_factor": 0.5}),
-            "partial_rotary_factor: not-supported",
-        ),
-        (config_of("qwen2", use_sliding_window=True), "use_sliding_window: not-supported"),
-        (config_of("mistral", sliding_window=4096), "sliding_window: not-supported"),
         ({"model_type": "mistral", **SIZES}, "sliding_window: not-supported"),
-        (
-            config_of("qwen3", layer_types=["full_attention", "sliding_attention"]),
-            "layer_types: not-supported",
-        ),
-        (config_of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step: not-supported"),
-        (config_of("qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers: not-supported"),
-        (config_of("qwen3_moe", num_experts=None), "num_experts: missing"),
-        (
-            config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True),
-            "num_experts_per_tok: no-signal",
-        ),
         ({"model_type": "llama"}, "hidden_size: missing"),
-        (
-            config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
-            "rope_scaling.low_freq_factor: missing",
-        ),
-        (config_of("llama", hidden_size="64"), "hidden_size: not-allowed"),
-        *(
-            (config_of("nemotron_h", **{key: value}), f"{key}: not-supported")
-            for key, value in {
-                "attention_bias": True,
-                "mlp_bias": True,
-                "use_bias": True,
-                "mamba_proj_bias": True,
-                "use_conv_bias": False,
-                "conv_kernel": 3,
-                "mlp_hidden_act": "silu",
-                "mamba_hidden_act": "relu",
-                "layer_norm_epsilon": 1e-6,
-                "residual_in_fp32": True,
-                "hidden_dropout": 0.1,
-                "sliding_window": 8,
-                "tie_word_embeddings": True,
-                "n_group": 2,
-                "topk_group": 2,
-                "n_shared_experts": 2,
-                "norm_topk_prob": False,
-                "layers_block_type": ["linear_attention", "linear"],
-            }.items()
-        ),
-        (config_of("nemotron_h", num_experts_per_tok=1), "norm_topk_prob: not-supported"),
-        (config_of("nemotron_h", n_routed_experts=None), "n_routed_experts: missing"),
-        (config_of("nemotron_h", hybrid_override_pattern=None), "hybrid_override_pattern: missing"),
-        (config_of("nemotron_h", hybrid_override_pattern="MG"), "not-supported"),
-        (config_of("llama", hidden_size=66), "not-divisible"),
-        (config_of("gpt_oss", layer_types=3), "layer_types: not-allowed"),
-        (config_of("nemotron_h", layers_block_type=True), "layers_block_type: not-allowed"),
-        (config_of("nemotron_h", layers_block_type=7), "layers_block_type: not-allowed"),
-        (config_of("deepseek_v3", n_group=True), "n_group: not-allowed"),
-        (config_of("qwen3_moe", norm_topk_prob="no"), "norm_topk_prob: not-allowed"),
         *(
             (config_of(family, num_hidden_layers=10**12), "num_hidden_layers: not-allowed")
             for family in FAMILIES
             if family != "nemotron_h"  # its pattern says how many
         ),
         (config_of("nemotron_h", hybrid_override_pattern="M" * 10**6), "num_hidden_layers: not-allowed"),
-        (config_of("llama", vocab_size=2**31), "vocab_size: not-allowed"),
-        (config_of("mixtral", num_local_experts=10**9), "num_local_experts: not-allowed"),
     ],
 )
-def test_unknown_families_and_unsupported_features_are_refused_by_name(config, message):
-    assert any(message in problem for problem in refusal_of(config)), refusal_of(config)
+def test_unknown_families_and_unsupported_features_are_refused_by_name(config, told):
+    assert told in refusal_of(config)
 
 
 LONG = "x" * 10**6
@@ -484,11 +409,7 @@ def test_every_problem_is_given_at_once():
 
 @pytest.mark.parametrize(
     ("kinds", "window"),
-    [
-        (["sliding_attention", "full_attention"], 8),
-        (["full_attention"] * 2, None),
-        (None, 8),
-    ],
+    [(["sliding_attention", "full_attention"], 8), (["full_attention"] * 2, None), (None, 8)],
 )
 def test_kinds_of_layers_say_which_have_the_window(kinds, window):
     given = config_of("gpt_oss", sliding_window=8, layer_types=kinds, num_key_value_heads=2)
@@ -500,13 +421,6 @@ def test_kinds_of_layers_say_which_have_the_window(kinds, window):
     assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
 
 
-@pytest.mark.parametrize("kinds", [["full_attention", "sliding_attention"], ["sliding_attention"] * 2])
-def test_windows_of_other_layers_are_refused(kinds):
-    config = config_of("gpt_oss", sliding_window=8, layer_types=kinds, num_key_value_heads=2)
-    (problem,) = refusal_of(config)
-    assert problem.startswith("layer_types: not-supported")
-
-
 def test_layers_in_words_are_those_in_characters():
     words = ["mamba", "moe", "mlp", "attention", "linear_attention"]
     plain = config_of("nemotron_h", num_key_value_heads=2)
@@ -514,27 +428,19 @@ def test_layers_in_words_are_those_in_characters():
     assert model_config_from_hf(spelled) == model_config_from_hf(plain)
 
 
-def test_normalised_shares_are_a_softmax_after_the_selection():
-    for keys, pre_softmax in (
+@pytest.mark.parametrize(
+    ("keys", "pre_softmax"),
+    [
         ({"norm_topk_prob": True}, False),
         ({"norm_topk_prob": False}, True),
         ({}, True),
-    ):
-        assert model_config_from_hf(config_of("qwen3_moe", **keys)).moe_router_pre_softmax is pre_softmax
-
-
-def test_one_expert_per_token_is_read_where_its_share_is_not_normalised():
-    model = model_config_from_hf(config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False))
-    assert (model.moe_router_topk, model.moe_router_pre_softmax) == (1, True)
-
-
-def test_what_a_router_cannot_be_is_told_without_keys_that_contradict_the_weights(recipe, tmp_path):
-    config = config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True)
-    with pytest.raises(ConfigError) as caught:
-        load_config(recipe(saved_model(tmp_path / "model", config)))
-    (problem,) = caught.value.problems
-    assert problem.path == "policy.model_name"
-    assert "moe_router" not in str(caught.value)
+        ({"num_experts_per_tok": 1, "norm_topk_prob": False}, True),
+    ],
+)
+def test_normalised_shares_are_a_softmax_after_the_selection(keys, pre_softmax):
+    model = model_config_from_hf(config_of("qwen3_moe", **keys))
+    assert model.moe_router_topk == keys.get("num_experts_per_tok", 2)
+    assert model.moe_router_pre_softmax is pre_softmax
 
 
 def test_settings_of_training_are_those_of_the_origin():
@@ -553,37 +459,30 @@ def test_settings_of_training_are_those_of_the_origin():
 
 PARAMETERS = {
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    **dict.fromkeys(["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Instruct-2507"], 30_532_122_624),
+    **{f"Qwen/Qwen2.5-{name}": 1_543_714_304 for name in ("1.5B", "1.5B-Instruct", "Math-1.5B")},
+    **{f"Qwen/Qwen2.5-{name}": 7_615_616_512 for name in ("7B", "7B-Instruct", "Math-7B")},
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-    "Qwen/Qwen3-4B-Base": 4_022_468_096,
+    **dict.fromkeys(["Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"], 4_022_468_096),
     "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
-    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    # Without the vision model and prediction layers, as transformers' Qwen3_5ForCausalLM counts them.
+    **dict.fromkeys(("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base"), 8_953_803_264),
+    **dict.fromkeys(("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-35B-A3B-Base"), 34_660_610_688),
+    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
+    **dict.fromkeys(["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"], 8_030_261_248),
+    **dict.fromkeys(["meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"], 1_235_814_400),
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     # Of the numbers, not of the bytes that four bits a number are packed in.
     "openai/gpt-oss-120b": 116_829_156_672,
     "openai/gpt-oss-20b": 20_914_757_184,
     # Those of transformers, and the biases of 26 layers of experts.
-    "moonshotai/Moonlight-16B-A3B": 15_960_108_544 + 26 * 64,
-    "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_108_544 + 26 * 64,
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31_577_940_288,
+    **{f"moonshotai/Moonlight-16B-A3B{of}": 15_960_108_544 + 26 * 64 for of in ("", "-Instruct")},
+    **{f"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B{of}": 31_577_940_288 for of in ("-BF16", "-Base-BF16")},
     # Without the prediction layers, which are left out; as transformers' model counts.
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120_668_707_840,
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
-    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
-    "nvidia/NVIDIA-Nemotron-Nano-12B-v2-Base": 12_310_001_152,
+    **{f"nvidia/NVIDIA-Nemotron-Nano-12B-v2{of}": 12_310_001_152 for of in ("", "-Base")},
 }
 """As the model cards' safetensors count them."""
 
@@ -647,17 +546,9 @@ def recipe(tree, tmp_path, cache):
 
 def saved_model(folder, config):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return folder
-
-
-def test_a_recipe_takes_the_architecture_from_the_folder(recipe, tmp_path):
-    folder = saved_model(tmp_path / "model", config_of("qwen3_moe", num_key_value_heads=2))
-    policy = load_config(recipe(folder)).policy
-    assert policy.model.num_moe_experts == 4
-    assert explicit_fields(policy.model) == explicit_fields(
-        model_config_from_hf(json.loads((folder / "config.json").read_text()))
-    )
 
 
 def test_overrides_are_those_of_the_recipe(recipe, tmp_path):
@@ -674,30 +565,55 @@ def test_overrides_are_those_of_the_recipe(recipe, tmp_path):
     assert policy.model.max_position_embeddings == 65
 
 
+QWEN2 = config_of("qwen2", num_key_value_heads=4)
+OVERRIDES = "policy.hf_config_overrides"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("config", "given", "told"),
     [
-        ({"hidden_size": 32}, "policy.hf_config_overrides.hidden_size: not-supported"),
-        ({"rope_scaling": "yarn"}, "policy.hf_config_overrides.rope_scaling: not-allowed"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "policy.hf_config_overrides.rope_type: not-supported"),
+        (QWEN2, {"hf_config_overrides": {"hidden_size": 32}}, [f"{OVERRIDES}.hidden_size: not-supported"]),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "policy.hf_config_overrides.rope_scaling.original_max_position_embeddings: missing",
+            QWEN2,
+            {"hf_config_overrides": {"rope_scaling": "yarn"}},
+            [f"{OVERRIDES}.rope_scaling: not-allowed"],
         ),
-        ({"max_position_embeddings": 0}, "policy.hf_config_overrides.max_position_embeddings: not-allowed"),
+        (
+            QWEN2,
+            {"hf_config_overrides": {"rope_scaling": {"rope_type": "linear"}}},
+            [f"{OVERRIDES}.rope_type: not-supported"],
+        ),
+        (
+            QWEN2,
+            {"hf_config_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}},
+            [f"{OVERRIDES}.rope_scaling.original_max_position_embeddings: missing"],
+        ),
+        (
+            QWEN2,
+            {"hf_config_overrides": {"max_position_embeddings": 0}},
+            [f"{OVERRIDES}.max_position_embeddings: not-allowed"],
+        ),
+        (
+            config_of("llama"),
+            {"model": {"num_layers": 3, "hidden_size": 64, "num_query_groups": 1}},
+            [f"policy.model.{key}: contradicts (model_name)" for key in ("num_layers", "num_query_groups")],
+        ),
+        # Without keys that contradict the weights.
+        (
+            config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True),
+            {},
+            ["policy.model_name: no-signal"],
+        ),
+        (config_of("llama", mlp_bias=True), {}, ["policy.model_name: not-supported"]),
+        *((text, {}, ["policy.model_name: not-readable"]) for text in (None, "{", "[]")),
     ],
 )
-def test_overrides_that_do_not_serve_are_named(recipe, tmp_path, overrides, message):
-    folder = saved_model(tmp_path / "model", config_of("qwen2", num_key_value_heads=4))
+def test_folders_and_keys_beside_them_that_do_not_serve_are_named(recipe, tmp_path, config, given, told):
+    folder = saved_model(tmp_path / "model", config)
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe(folder, hf_config_overrides=overrides))
-    assert briefs(caught.value.problems) == [message]
-
-
-def test_overrides_need_weights(refusals):
-    assert refusals("policy.hf_config_overrides={rope_theta: 5.0}") == [
-        "policy.hf_config_overrides: requires (model_name)"
-    ]
+        load_config(recipe(folder, **given))
+    assert briefs(caught.value.problems) == told
+    assert "model" not in given or "recipe.yaml:" in caught.value.problems[0].where
 
 
 def test_settings_of_training_stand_beside_the_weights(recipe, tmp_path):
@@ -706,44 +622,21 @@ def test_settings_of_training_stand_beside_the_weights(recipe, tmp_path):
     assert (policy.model.moe_aux_loss_coeff, policy.model.hidden_size) == (0.01, 64)
 
 
-def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
-    folder = saved_model(tmp_path / "model", config_of("llama"))
-    with pytest.raises(ConfigError) as caught:
-        load_config(recipe(folder, {"num_layers": 3, "hidden_size": 64, "num_query_groups": 1}))
-    assert briefs(caught.value.problems) == [
-        "policy.model.num_layers: contradicts (model_name)",
-        "policy.model.num_query_groups: contradicts (model_name)",
-    ]
-    assert "recipe.yaml:" in caught.value.problems[0].where
-
-
 @pytest.mark.parametrize(
-    ("layout", "expected"),
+    ("key", "told"),
     [
-        (
-            {"tensor_model_parallel_size": 8, "sequence_parallel": True},
-            "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
-        ),
-        (
-            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
-            "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
-        ),
-        (
-            {"pipeline_model_parallel_size": 3},
-            "policy.megatron_cfg.pipeline_model_parallel_size: not-divisible (virtual_pipeline_model_parallel_size)",
-        ),
-        (
-            {"expert_model_parallel_size": 3},
-            "policy.megatron_cfg.expert_model_parallel_size: not-divisible (model_name)",
-        ),
+        ("tensor_model_parallel_size", "not-divisible (model_name)"),
+        ("pipeline_model_parallel_size", "not-divisible (virtual_pipeline_model_parallel_size)"),
+        ("expert_model_parallel_size", "not-divisible (model_name)"),
     ],
 )
-def test_a_layout_that_the_weights_do_not_allow_is_what_must_change(recipe, tree, tmp_path, layout, expected):
+def test_a_layout_that_the_weights_do_not_allow_is_what_must_change(recipe, tree, tmp_path, key, told):
     folder = saved_model(tmp_path / "model", config_of("qwen3_moe", num_key_value_heads=2))
-    megatron = {**tree["policy"]["megatron_cfg"], **layout}
+    split = {"sequence_parallel": True} if key.startswith("tensor") else {}
+    megatron = {**tree["policy"]["megatron_cfg"], key: 3, **split}
     with pytest.raises(ConfigError) as caught:
         load_config(recipe(folder, megatron_cfg=megatron))
-    (problem,) = [one for one in caught.value.problems if brief(one) == expected]
+    (problem,) = [one for one in caught.value.problems if brief(one) == f"policy.megatron_cfg.{key}: {told}"]
     assert "recipe.yaml:" in problem.where
     assert "policy.model." not in str(caught.value)
 
@@ -758,26 +651,6 @@ def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):
         "vocab_size": 40,
     }
     assert load_config(recipe(folder, given)).policy.model.shape.head_dim == 16
-
-
-@pytest.mark.parametrize(
-    ("config", "code"),
-    [
-        (None, "not-readable"),
-        ("{", "not-readable"),
-        ("[]", "not-readable"),
-        (json.dumps(config_of("llama", mlp_bias=True)), "not-supported"),
-    ],
-)
-def test_folders_that_cannot_be_used_are_one_problem(recipe, tmp_path, config, code):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    if config is not None:
-        (folder / "config.json").write_text(config)
-    with pytest.raises(ConfigError) as caught:
-        load_config(recipe(folder))
-    (problem,) = caught.value.problems
-    assert brief(problem) == f"policy.model_name: {code}"
 
 
 def test_hub_ids_come_from_the_cache_then_from_the_table(recipe, cache):
@@ -869,18 +742,6 @@ def test_check_of_weights_imports_no_framework(recipe, tmp_path):
         "from nemo_rl_mcore import cli\n"
         f"assert cli.main(['check', '--config', {str(path)!r}]) == 2\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.stage("processes")
-def test_reading_a_model_imports_no_framework(tmp_path):
-    folder = saved_model(tmp_path / "model", config_of("llama"))
-    code = (
-        "import sys\n"
-        "from nemo_rl_mcore.models.pretrained import pretrained_model\n"
-        f"assert pretrained_model({str(folder)!r}).hidden_size == 64\n"
-        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'heavy import'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,7 +1,6 @@
 """The fused kernels, of one target and of K ids a token, against a float64 log_softmax over all the logits."""
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -33,18 +32,18 @@ class Outputs(NamedTuple):
     entropy: Tensor | None = None
 
 
-def at_targets(hidden_SBH, weight_VH, ids_SBK, *, with_entropy=False, **keys) -> Outputs:
+def at_targets(hidden_SBH, weight_VH, ids_SBK, *, with_entropy=False, **keys):
     """`fused_linear_logprobs` in the form of `linear_logprobs_at` with K = 1."""
     out = fused_linear_logprobs(hidden_SBH, weight_VH, ids_SBK[..., 0], with_entropy=with_entropy, **keys)
     logprobs, entropy = out if with_entropy else (out, None)
     return Outputs(logprobs.unsqueeze(-1), None, entropy)
 
 
-def at_ids(*inputs: Tensor, **keys) -> Outputs:
+def at_ids(*inputs, **keys):
     return Outputs(*linear_logprobs_at(*inputs, **keys))
 
 
-def plain(hidden_SBH, weight_VH, ids_SBK, *, with_entropy=False, **keys) -> Outputs:
+def plain(hidden_SBH, weight_VH, ids_SBK, *, with_entropy=False, **keys):
     """The twin of both over all the logits."""
     entropy = None
     if with_entropy:
@@ -57,7 +56,7 @@ KERNELS = {"targets": (at_targets, 1, ENTROPY), "ids": (at_ids, 3, TAIL)}
 each_kernel = pytest.mark.parametrize(("kernel", "k", "outputs"), KERNELS.values(), ids=KERNELS)
 
 
-def problem(seq: int, batch: int, hidden: int, vocab: int, k: int, seed: int = 0, real: int | None = None):
+def problem(seq, batch, hidden, vocab, k, seed=0, real=None):
     noise = torch.Generator().manual_seed(seed)
     hidden_SBH = torch.randn(seq, batch, hidden, dtype=torch.float64, generator=noise)
     weight_VH = torch.randn(vocab, hidden, dtype=torch.float64, generator=noise) * (2 / math.sqrt(hidden))
@@ -65,7 +64,7 @@ def problem(seq: int, batch: int, hidden: int, vocab: int, k: int, seed: int = 0
     return hidden_SBH, weight_VH, ids_SBK
 
 
-def evaluate(function, inputs, dtype=torch.float64, **kwargs) -> dict[str, Tensor]:
+def evaluate(function, inputs, dtype=torch.float64, **kwargs):
     """Results and gradients under a fixed weighting of the outputs; a third of the tokens gets no gradient."""
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
     out = function(hidden, weight, inputs[2], **kwargs)
@@ -80,7 +79,7 @@ def evaluate(function, inputs, dtype=torch.float64, **kwargs) -> dict[str, Tenso
     return {name: x.detach() for name, x in results.items()} | {"hidden": grads[0], "weight": grads[1]}
 
 
-def assert_matches(actual: dict[str, Tensor], expected: dict[str, Tensor], outputs: float, grads: float):
+def assert_matches(actual, expected, outputs, grads):
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         if name in NAMES:
@@ -90,36 +89,10 @@ def assert_matches(actual: dict[str, Tensor], expected: dict[str, Tensor], outpu
             assert error <= grads, (name, float(error))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize(
-    ("kernel", "k", "outputs"),
-    [
-        *((at_targets, 1, outputs) for outputs in ({}, ENTROPY)),
-        *((at_ids, k, outputs) for k in (1, 20) for outputs in ({}, TAIL)),
-    ],
-)
-def test_float32_matches_float64(tiling, kernel, outputs, temperature, masked, k):
-    inputs = problem(7, 3, 24, 500, k)
-    for x in inputs[:2]:
-        x.copy_(x.float())
-    kwargs = outputs | {
-        "temperature": temperature,
-        "mask": torch.arange(21).view(7, 3) % 4 > 0 if masked else None,
-        "options": replace(TILINGS[tiling], logit_scale=0.8),
-    }
-    expected = evaluate(plain, inputs, **kwargs)
-    actual = evaluate(kernel, inputs, torch.float32, **kwargs)
-    assert actual["logprobs"].dtype == torch.float32
-    assert_matches(actual, expected, outputs=1e-5, grads=1e-6)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_shape_mask_and_tiling(name: str, data: st.DataObject):
+def test_any_shape_mask_and_tiling(name, data):
     kernel, _, has = KERNELS[name]
     seq, batch, hidden = (data.draw(st.integers(1, 6)) for _ in range(3))
     vocab = data.draw(st.sampled_from([1, 2, 5, 256, 257, 600]))
@@ -284,15 +257,12 @@ BOTH = [
 OF_TARGETS = [
     ({"targets_SB": torch.zeros(4, 2, dtype=torch.long)}, "targets"),
     ({"targets_SB": torch.full((5, 2), 40)}, "target 40 is outside"),
-    ({"targets_SB": torch.full((5, 2), -100)}, "target -100 is outside"),
 ]
 OF_IDS = [
     ({"indices_SBK": torch.zeros(4, 2, 3, dtype=torch.long)}, "indices .* .4, 2. must have the shape .5, 2."),
-    ({"indices_SBK": torch.zeros(5, 2, dtype=torch.long)}, "indices"),
     ({"indices_SBK": torch.zeros(5, 2, 0, dtype=torch.long)}, "K > 0"),
     ({"indices_SBK": torch.zeros(5, 2, 3)}, "torch.float32 are not ids"),
     ({"indices_SBK": torch.tensor([1, 2, 40]).expand(5, 2, 3)}, "index 40 is outside"),
-    ({"indices_SBK": torch.tensor([1, -1, 2]).expand(5, 2, 3)}, "index -1 is outside"),
     ({"indices_SBK": torch.tensor([7, 3, 7]).expand(5, 2, 3)}, "index 7 is given twice"),
 ]
 

@@ -8,10 +8,9 @@ from distributed.plain_ops import plain_linear_topk_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operators import Recorder
-from torch import Tensor
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
-from nemo_rl_mcore.ops.linear_topk import TopK, linear_topk_logprobs
+from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 
 TILINGS = {
     "default": LinearLogprobsOptions(),
@@ -22,7 +21,7 @@ TILINGS = {
 FLOATS = ("logits", "logsumexp", "tail_logmass", "logprobs")
 
 
-def problem(seq: int, batch: int, hidden: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def problem(seq, batch, hidden, vocab, seed=0):
     noise = torch.Generator().manual_seed(seed)
     hidden_SBH = torch.randn(seq, batch, hidden, dtype=torch.float64, generator=noise)
     return hidden_SBH, torch.randn(vocab, hidden, dtype=torch.float64, generator=noise) * (
@@ -30,7 +29,7 @@ def problem(seq: int, batch: int, hidden: int, vocab: int, seed: int = 0) -> tup
     )
 
 
-def assert_matches(actual: TopK, expected: TopK, tolerance: float) -> None:
+def assert_matches(actual, expected, tolerance):
     assert torch.equal(actual.indices, expected.indices)
     for name in FLOATS:
         value, reference = getattr(actual, name), getattr(expected, name)
@@ -39,34 +38,9 @@ def assert_matches(actual: TopK, expected: TopK, tolerance: float) -> None:
             torch.testing.assert_close(value.double(), reference, rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("k", [1, 20, 300])
-def test_float32_matches_float64(tiling, temperature, masked, k):
-    """300 is more than a panel holds."""
-    hidden, weight = (x.float() for x in problem(7, 3, 24, 500, seed=4))
-    kwargs = {
-        "temperature": temperature,
-        "mask": torch.arange(21).view(7, 3) % 4 > 0 if masked else None,
-    }
-    expected = plain_linear_topk_logprobs(hidden.double(), weight.double(), k, **kwargs)
-    actual = linear_topk_logprobs(hidden, weight, k, options=TILINGS[tiling], **kwargs)
-    assert actual.logits.dtype == torch.float32
-    assert actual.indices.dtype == torch.int64
-    for name in FLOATS:
-        value, reference = getattr(actual, name), getattr(expected, name)
-        torch.testing.assert_close(value.double(), reference, rtol=0, atol=1e-5, msg=name)
-    # Among 300 of 500 neighbours may be closer than float32 can tell; then either order is right.
-    swapped = actual.indices != expected.indices
-    assert k == 300 or not swapped.any()
-    assert swapped.double().mean() < 0.01
-
-
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_shape_mask_and_tiling(data: st.DataObject):
+def test_any_shape_mask_and_tiling(data):
     seq, batch, hidden = (data.draw(st.integers(1, 6)) for _ in range(3))
     vocab = data.draw(st.sampled_from([1, 2, 5, 256, 257, 600]))
     real = data.draw(st.integers(1, vocab))
@@ -173,10 +147,6 @@ def test_holds_neither_gradients_nor_all_logits():
         ({"k": 0}, "k is 0, but must lie between 1 and the vocabulary size 40"),
         ({"k": 41}, "k is 41"),
         ({"k": 31, "options": LinearLogprobsOptions(vocab_size=30)}, "vocabulary size 30"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"mask": torch.ones(3, 3)}, "mask"),
-        ({"weight_VH": torch.zeros(40, 5, dtype=torch.float64)}, "weight"),
-        ({"weight_VH": torch.zeros(40, 6)}, "float32"),
     ],
 )
 def test_mistakes_are_named(change, message):

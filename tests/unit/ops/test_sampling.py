@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_filters import kept_tokens
 
 from nemo_rl_mcore.ops.sampling import (
     SamplingParams,
@@ -61,12 +62,6 @@ def test_the_keys_of_answers_without_turns_are_those_of_earlier_versions():
     assert found.tolist() == [8950214677219389925, 3733060190059209145]
 
 
-def test_keys_do_not_collide():
-    prompts = torch.arange(1000).repeat_interleave(64)
-    samples = torch.arange(64).repeat(1000)
-    assert len(sample_keys(0, 1, prompts, samples).unique()) == 64000
-
-
 def test_frequencies_follow_the_softmax_at_a_temperature():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -30.0])
     rows = 40_000
@@ -112,22 +107,35 @@ def test_extreme_logits_give_finite_answers():
     assert logprobs.isfinite().all()
 
 
-def test_greedy_ignores_the_noise():
-    logits = torch.tensor([[0.0, 3.0, 1.0]])
-    for uniform in (0.0, 0.5, 0.999):
-        tokens, _ = sample_tokens(
-            logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(greedy=True)
-        )
-        assert tokens.tolist() == [1]
+TIED = [[2.0, 1.0, 1.0, 1.0, 0.0], [0.0] * 5, [0.0, 3.0, 3.0, 0.0, 3.0]]
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.65, 0.79, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_ties_are_kept_by_top_k_and_go_by_their_ids_in_top_p(top_k, top_p, temperature):
+    logits = torch.tensor(TIED)
+    found = filter_logits(logits, SamplingParams(temperature, top_k, top_p)).isfinite()
+    assert torch.equal(found, kept_tokens(logits, temperature, top_k, top_p))
+
+
+def test_the_ties_worked_out_by_hand():
+    kept = [
+        filter_logits(torch.tensor(TIED), SamplingParams(top_k=2, top_p=p)).isfinite() for p in (1.0, 0.65)
+    ]
+    assert kept[0].tolist() == [[True] * 4 + [False], [True] * 5, [False, True, True, False, True]]
+    # e^2 and three e of 15.54: of the three the first is within the 35 % that go, the second crosses them.
+    assert kept[1].tolist()[0] == [True, False, False, True, False]
+    assert kept[1].tolist()[1:] == [[False, True, True, True, True], [False, False, True, False, True]]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.9}], ids=str)
 def test_filters_choose_the_tokens_and_leave_their_logprobs(filters):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(2000, -1)
     tokens, logprobs = sample_tokens(
         logits, keyed_uniforms(keys(2000), 0), SamplingParams(temperature=0.7, **filters)
     )
-    kept = filter_logits(logits[:1] / 0.7, SamplingParams(**filters)).isfinite().nonzero()[:, 1].tolist()
-    assert sorted(set(tokens.tolist())) == kept
-    assert len(kept) < 4
-    assert torch.allclose(logprobs, (logits / 0.7).log_softmax(-1)[range(2000), tokens])
+    kept = filter_logits(logits[:1], SamplingParams(0.7, **filters))
+    assert sorted(set(tokens.tolist())) == kept.isfinite().nonzero()[:, 1].tolist()
+    assert 1 < kept.isfinite().sum() < 4
+    assert torch.allclose(logprobs, (kept / 0.7).log_softmax(-1)[0, tokens])

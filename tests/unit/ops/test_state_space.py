@@ -10,14 +10,17 @@ from nemo_rl_mcore.ops.state_space import ScanInputs, causal_convolution, select
 ROWS, HEADS, SIZE, GROUPS, STATE, TAPS = 2, 6, 3, 2, 5, 4
 
 
-def scanned_one_by_one(values, log_decays, keys, queries, samples, state):
+def scanned_one_by_one(values, log_decays, keys, queries, samples, state, strengths=None):
     read = []
     for at in range(values.shape[1]):
         if at and samples is not None and samples[at] != samples[at - 1]:
             state = torch.zeros_like(state)
         key, query = (x[:, at].repeat_interleave(HEADS // GROUPS, 1) for x in (keys, queries))
         decayed = log_decays[:, at].exp()[..., None, None] * state
-        state = decayed + values[:, at, :, :, None] * key[:, :, None, :]
+        written = values[:, at]
+        if strengths is not None:  # the delta rule
+            written = strengths[:, at, :, None] * (written - (decayed * key[:, :, None, :]).sum(-1))
+        state = decayed + written[..., None] * key[:, :, None, :]
         read.append((state * query[:, :, None, :]).sum(-1))
     return torch.stack(read, 1), state
 
@@ -51,15 +54,21 @@ def samples_of(columns, borders):
         (9, [4]),
     ],
 )
-def test_a_scan_by_chunks_is_one_position_by_position(columns, borders):
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_scan_by_chunks_is_one_position_by_position(columns, borders, delta):
     values, log_decays, keys, queries, state = given = inputs(columns)
+    strengths = None
+    if delta:
+        keys = torch.nn.functional.normalize(keys.detach(), dim=-1).requires_grad_()
+        strengths = torch.rand(ROWS, columns, HEADS, dtype=torch.float64, requires_grad=True)
+        given = [values, log_decays, keys, queries, state, strengths]
     samples = samples_of(columns, borders)
     weights = torch.randn(ROWS, columns, HEADS, SIZE, dtype=torch.float64)
     found, wanted = (
         scan()
         for scan in (
-            lambda: selective_scan(ScanInputs(values, log_decays, keys, queries, samples), state),
-            lambda: scanned_one_by_one(values, log_decays, keys, queries, samples, state),
+            lambda: selective_scan(ScanInputs(values, log_decays, keys, queries, samples, strengths), state),
+            lambda: scanned_one_by_one(values, log_decays, keys, queries, samples, state, strengths),
         )
     )
     assert torch.allclose(found[0], wanted[0], rtol=0, atol=1e-11)

@@ -4,19 +4,18 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from plain_filters import filtered_logprobs, kept_tokens
 
-from nemo_rl_mcore.ops.linear_logprobs import fused_linear_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
 
 
-def plain(logits: Tensor, targets: Tensor, temperature: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+def plain(logits, targets, temperature, mask):
     logp = torch.log_softmax(logits / temperature, -1)
     chosen = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return chosen * mask, -(logp.exp() * logp).sum(-1) * mask
 
 
-def problem(dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def problem(dtype=torch.float64):
     noise = torch.Generator().manual_seed(5)
     logits = (3 * torch.randn(2, 7, 40, generator=noise)).to(dtype).requires_grad_()
     return logits, torch.randint(0, 40, (2, 7), generator=noise), torch.arange(14).view(2, 7) % 3
@@ -42,33 +41,52 @@ def test_matches_log_softmax(dtype, tolerance, temperature):
     assert not grad[mask == 0].any()
 
 
-def test_padding_takes_no_probability_and_gets_no_gradient():
+FILTERS = {
+    "k": {"top_k": 7},
+    "p": {"top_p": 0.8},
+    "k, then p": {"top_k": 7, "top_p": 0.8},
+    "one token": {"top_p": 1e-6},
+    "all tokens": {"top_k": 99},
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.02)])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+def test_filtered_tokens_have_no_probability_and_no_gradient(dtype, tolerance, temperature, filters):
+    logits, targets, mask = problem(getattr(torch, dtype))
+    with torch.no_grad():
+        logits[:, 2:5] = logits[:, 2:5].round()  # ties, also of the k-th largest
+    reference = logits.detach().double().requires_grad_()
+    keys = {"temperature": temperature, "mask": mask, "with_entropy": True} | filters
+    actual = vocab_parallel_logprobs(logits, targets, **keys)
+    expected = [
+        torch.where(mask != 0, one, 0.0)
+        for one in filtered_logprobs(reference, targets, temperature, **filters)
+    ]
+    # What a loss makes of the two outputs: no gradient of a token outside.
+    losses = [
+        torch.where(one.isfinite(), one, 0.0).sin().sum() - 0.4 * of.sum() for one, of in (actual, expected)
+    ]
+    (grad,), (expected_grad,) = (
+        torch.autograd.grad(loss, x) for loss, x in zip(losses, (logits, reference), strict=True)
+    )
+    assert torch.equal(actual[0].isinf(), expected[0].isinf())
+    assert bool(actual[0].isinf().any()) == (filters is not FILTERS["all tokens"])
+    for a, e in zip(actual, expected, strict=True):
+        a, e = (one.double().nan_to_num(neginf=0.0) for one in (a, e))
+        torch.testing.assert_close(a, e, rtol=0, atol=min(tolerance, 1e-5))
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=tolerance)
+    assert not grad[~kept_tokens(reference, temperature, **filters)].any()
+
+
+def test_nan_is_not_filtered_out():
     logits, targets, _ = problem()
-    out = vocab_parallel_logprobs(logits, targets % 30, vocab_size=30)
-    torch.testing.assert_close(out, vocab_parallel_logprobs(logits[..., :30], targets % 30))
-    (grad,) = torch.autograd.grad(out.sum(), logits)
-    assert bool(grad[..., :30].any())
-    assert not grad[..., 30:].any()
-
-
-def test_gradient_through_one_output_only():
-    logits, targets, _ = problem()
-    for index in (0, 1):
-        out = vocab_parallel_logprobs(logits, targets, temperature=0.7, with_entropy=True)
-        (grad,) = torch.autograd.grad(out[index].sum(), logits)
-        reference = plain(logits, targets, 0.7, torch.ones(2, 7))
-        (expected,) = torch.autograd.grad(reference[index].sum(), logits)
-        torch.testing.assert_close(grad, expected)
-
-
-def test_fused_and_unfused_agree():
-    noise = torch.Generator().manual_seed(6)
-    hidden = torch.randn(5, 2, 8, generator=noise)
-    weight = torch.randn(40, 8, generator=noise)
-    targets = torch.randint(0, 40, (5, 2), generator=noise)
-    fused = fused_linear_logprobs(hidden, weight, targets, temperature=0.7, with_entropy=True)
-    unfused = vocab_parallel_logprobs(hidden @ weight.t(), targets, temperature=0.7, with_entropy=True)
-    torch.testing.assert_close(fused, unfused, rtol=0, atol=2e-6)
+    with torch.no_grad():
+        logits[0, 0, 3] = torch.nan
+    out = vocab_parallel_logprobs(logits, targets, top_k=3, top_p=0.9)
+    assert out[0, 0].isnan()
+    assert not out.flatten()[1:].isnan().any()
 
 
 def test_16_bit_logits_give_float32_results_and_16_bit_gradients():

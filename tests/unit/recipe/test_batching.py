@@ -17,11 +17,7 @@ def policy(tree):
     def make(**sections):
         given = copy.deepcopy(tree["policy"])
         given["megatron_cfg"]["use_fused_linear_logprobs"] = False
-        given |= {
-            "max_total_sequence_length": 12,
-            "train_micro_batch_size": 2,
-            "logprob_batch_size": 3,
-        }
+        given |= {"max_total_sequence_length": 12, "train_micro_batch_size": 2, "logprob_batch_size": 3}
         for name, values in sections.items():
             given[name] = given.get(name, {}) | values
         return checked_policy(given)
@@ -45,12 +41,6 @@ def test_budgets_are_those_given(policy, name):
 def test_a_budget_left_out_has_room_for_the_microbatch_of_whole_rows(policy, name):
     budgets = policy(**{name: {"enabled": True}}).token_budgets
     assert (budgets.train, budgets.logprob, budgets.length_round) == (24, 36, 64)
-
-
-def test_dynamic_batching_goes_with_fused_logprobs(load):
-    config = load("+policy.dynamic_batching.enabled=true")
-    assert config.policy.megatron_cfg.use_fused_linear_logprobs
-    assert config.policy.token_budgets is not None
 
 
 def test_packing_goes_with_fused_logprobs_where_its_key_allows_it(load, refusals):

@@ -1,8 +1,5 @@
 """Embedded engines of their own: what the recipe says of them, and for which runs."""
 
-import pytest
-
-from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.runs import run_problems
 
 GENERATION = "policy.generation"
@@ -17,15 +14,6 @@ def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
     assert not load(APART).policy.generation.decodes_on_ranks
     vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
     assert not vllm.decodes_on_ranks
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    ["grpo_copy_cpu", "grpo_reverse_cpu", "ppo_cpu", "dpo_cpu", "sft_cpu", "distillation_cpu"],
-)
-def test_every_algorithm_may_have_them(exemplar, recipe):
-    config = load_config(exemplar.with_name(f"{recipe}.yaml"), [APART])
-    assert not config.policy.generation.decodes_on_ranks
 
 
 def test_none_of_it_holds_where_the_ranks_answer(load):

@@ -70,17 +70,14 @@ def test_an_evaluation_keeps_references_alone(write):
     assert SECRET not in json.dumps(identity_of(config, {}))
 
 
-def test_a_run_goes_on_under_another_value(write, tmp_path, monkeypatch):
+def test_a_run_goes_on_under_another_value_and_reports_another_reference(write, tmp_path, monkeypatch):
     recipe = write("{api_key: '${oc.env:JUDGE_KEY}'}")
     (tmp_path / "config.yaml").write_text(recipe_text(load_config(recipe)))
     monkeypatch.setenv("JUDGE_KEY", "0ther-v4lue")
+    monkeypatch.setenv("NEW_KEY", "0ther-key")
     assert changes_since(read_recipe_of(tmp_path), load_config(recipe)) == []
-
-
-def test_another_reference_is_reported_and_no_value_is_shown(write, tmp_path, monkeypatch):
-    (tmp_path / "config.yaml").write_text(recipe_text(load_config(write("{api_key: '${oc.env:JUDGE_KEY}'}"))))
-    monkeypatch.setenv("NEW_KEY", "0ther-v4lue")
-    (change,) = changes_since(read_recipe_of(tmp_path), load_config(write("{api_key: '${oc.env:NEW_KEY}'}")))
+    other = load_config(write("{api_key: '${oc.env:NEW_KEY}'}"))
+    (change,) = changes_since(read_recipe_of(tmp_path), other)
     assert change.path == KEY
     assert SECRET not in str(change)
     assert "0ther" not in str(change)
@@ -105,19 +102,21 @@ def test_a_mistake_shows_the_reference(write, capsys, key):
     assert SECRET not in said
 
 
-def test_a_short_value_is_not_shown_where_its_key_is_judged(load, monkeypatch):
-    monkeypatch.setenv("PIN", "q7")
-    with pytest.raises(ConfigError) as refused:
-        load("policy.precision=${oc.env:PIN}")
-    assert "q7" not in str(refused.value)
+OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 
-def test_a_short_value_is_not_shown_where_its_key_is_told_beside_another(load, monkeypatch):
-    monkeypatch.setenv("PIN", "0.7")
-    optimizer = "policy.megatron_cfg.optimizer"
+@pytest.mark.parametrize(
+    ("value", "overrides"),
+    [
+        ("q7", ["policy.precision=${oc.env:PIN}"]),
+        ("0.7", [f"{OPTIMIZER}.lr=${{oc.env:PIN}}", f"{OPTIMIZER}.min_lr=1"]),  # told beside another
+    ],
+)
+def test_a_short_value_is_not_shown_where_its_key_is_judged(load, monkeypatch, value, overrides):
+    monkeypatch.setenv("PIN", value)
     with pytest.raises(ConfigError) as refused:
-        load(f"{optimizer}.lr=${{oc.env:PIN}}", f"{optimizer}.min_lr=1")
-    assert "0.7" not in str(refused.value)
+        load(*overrides)
+    assert value not in str(refused.value)
     assert "oc.env:PIN" in str(refused.value)
 
 

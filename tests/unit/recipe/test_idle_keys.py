@@ -1,9 +1,7 @@
 """Keys that nothing reads are warnings, by one rule; the recipe loads."""
 
-from refusals import briefs, wrong_key
+from refusals import wrong_key
 
-from nemo_rl_mcore.config import ModelConfig
-from nemo_rl_mcore.config.base import collect_problems
 from nemo_rl_mcore.recipe.load import load_config, load_with_warnings
 
 
@@ -20,11 +18,3 @@ def test_a_warning_says_where_its_key_is_set_and_hides_no_error(exemplar, tmp_pa
     assert warning.where.endswith("recipe.yaml:2")
     with wrong_key("seed: not-allowed"):
         load_config(recipe, ["seed=-1"])
-
-
-def test_all_keys_of_experts_have_no_effect_in_a_dense_model():
-    of_experts = {name for name in ModelConfig.model_fields if name.startswith("moe_")}
-    assert {key for key, switch, _ in ModelConfig.read_unless if switch == "num_moe_experts"} == of_experts
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
-    dense = ModelConfig(**sizes, moe_router_bias_update_rate=0.1)
-    assert briefs(collect_problems(dense)) == ["moe_router_bias_update_rate: has-no-effect (num_moe_experts)"]

@@ -7,8 +7,6 @@ from omegaconf import OmegaConf
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.config.cluster import ClusterConfig
-from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER
 from nemo_rl_mcore.recipe.interpolations import value_now
@@ -41,20 +39,6 @@ def test_a_tab_is_called_one(tmp_path, text, line):
     assert f"line {line}," in problem.what
     assert "a tab" in problem.what
     assert "\\t" not in problem.what
-
-
-def test_the_exemplar_is_the_measured_run(load):
-    config = load()
-    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 16)
-    assert config.grpo.max_num_steps == 300
-    optimizer = config.policy.megatron_cfg.optimizer
-    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2) == (1e-3, 0.9, 0.95)
-    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, 0.28)
-    assert (config.loss_fn.entropy_coef, config.loss_fn.reference_policy_kl_penalty) == (0.02, 0.0)
-    assert config.policy.megatron_cfg.use_fused_linear_logprobs is True
-    assert config.cluster == ClusterConfig(cpu_workers_per_node=2)
-    assert count_parameters(config.policy.model) == 86_336
-    assert config.logger.log_dir == "results/grpo_copy_cpu"
 
 
 def test_defaults_may_be_relative_absolute_and_a_list_whose_last_entry_wins(tmp_path, exemplar):
@@ -97,10 +81,6 @@ def test_broken_files_name_the_chain(tmp_path, files, expected):
     for name, text in files.items():
         write(tmp_path, name, text)
     assert briefs(error_of(tmp_path / "a.yaml").problems) == [expected.format(tmp_path)]
-
-
-def test_a_folder_is_not_a_recipe(tmp_path):
-    assert briefs(error_of(tmp_path).problems) == [f"{tmp_path}: not-readable"]
 
 
 def test_resolvers_compute_and_keep_integers(tmp_path, exemplar):
@@ -174,31 +154,20 @@ def test_interpolations_see_overrides(tmp_path, exemplar):
         ("seed: ${nowhere.at_all}", "seed: reference"),
         ("seed: ${square:2}", "seed: reference"),
         ("seed: ${div:1,0}", "seed: reference"),
-        ("grpo:\n  seed: ???", "grpo.seed: missing"),
+        ("grpo:\n  seed: ???\n  max_num_epochs: ???", "grpo.max_num_epochs: missing; grpo.seed: missing"),
         ("seed: ${logger.log_dir}\nlogger:\n  log_dir: ${seed}", "seed: reference"),
     ],
 )
 def test_values_that_cannot_be_computed(tmp_path, exemplar, line, message):
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n{line}\n")
-    assert briefs(error_of(recipe).problems)[:1] == [message]
-
-
-def test_every_key_without_a_value_is_named(tmp_path, exemplar):
-    recipe = write(
-        tmp_path, "child.yaml", f"defaults: {exemplar}\ngrpo:\n  seed: ???\n  max_num_epochs: ???\n"
-    )
-    named = sorted(briefs(error_of(recipe).problems))
-    assert named == ["grpo.max_num_epochs: missing", "grpo.seed: missing"]
+    told = briefs(error_of(recipe).problems)
+    assert sorted(told[: message.count(";") + 1]) == message.split("; ")
 
 
 def test_keys_that_are_not_text_are_unknown_keys(tmp_path, exemplar):
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n1: x\ngrpo:\n  true: y\n")
     problems = error_of(recipe).problems
     assert sorted(briefs(problems)) == ["1: unknown-key", "grpo.True: unknown-key"]
-
-
-def test_a_list_is_read(load):
-    assert load("policy.generation.stop_token_ids=[3,4]").policy.generation.stop_token_ids == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +182,7 @@ def test_a_list_is_read(load):
         ("~loss_fn", "loss_fn.ratio_clip_max", 0.2),
         ("seed=${grpo.num_prompts_per_step}", "seed", 16),
         ("logger.log_dir='a b'", "logger.log_dir", "a b"),
+        ("policy.generation.stop_token_ids=[3,4]", "policy.generation.stop_token_ids", (3, 4)),
         ("logger.wandb={project: p, name: null}", "logger.wandb.project", "p"),
     ],
 )
@@ -282,8 +252,7 @@ def test_a_parents_tokenizer_does_not_stay_with_another_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "override"),
-    [("  tokenizer: {name: char}\n", ""), ("", f"{TOKENIZER}=char"), ("", MODEL)],
+    ("tokenizer", "override"), [("  tokenizer: {name: char}\n", ""), ("", f"{TOKENIZER}=char"), ("", MODEL)]
 )
 def test_a_tokenizer_that_was_chosen_with_the_model_is_a_line_in_check(tmp_path, tokenizer, override):
     model = model_folder(tmp_path / "model", "{{ messages }}")

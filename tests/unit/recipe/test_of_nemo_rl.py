@@ -75,33 +75,6 @@ def test_a_few_of_their_keys_in_a_recipe_of_ours_are_named_with_their_line(exemp
     assert f"migrate {mine}" in problem.remedy
 
 
-@pytest.mark.parametrize(
-    ("override", "path"),
-    [
-        ("+policy.draft.enabled=true", "policy.draft.enabled"),
-        ("policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.enabled"),
-        ("+async_rl={a: 1, b: 2, c: 3, d: 4}", "async_rl.a"),
-    ],
-)
-def test_those_on_the_command_line_are_removed_there(exemplar, override, path):
-    problem = problem_of(exemplar, override)
-    assert (problem.path, problem.where) == (path, "command line")
-    assert problem.code == "foreign-recipe"
-    assert "nemo-rl-mcore migrate" in problem.remedy
-
-
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        ("policy: {megatron_cfg: {cuda_graph_impll: none}}", "policy.megatron_cfg.cuda_graph_impll"),
-        ("polcy: {dtensor_cfg: {enabled: true}}", "polcy"),
-        ("dpo: {max_num_steps: 1}", "dpo"),  # a section of another algorithm is one of ours
-    ],
-)
-def test_a_misspelt_key_of_ours_is_none_of_theirs(exemplar, write, text, path):
-    assert problem_of(write(f"defaults: {exemplar}\n{text}\n")).path == path
-
-
 def test_values_below_a_free_section_are_not_looked_at():
     assert not [
         *foreign_keys({"env": {"custom": {"kwargs": {"dtensor_cfg": 1}}}, "grpo": {"async_grpo": None}})
@@ -158,10 +131,7 @@ def test_what_does_not_carry_over_ends_the_command_unless_an_override_settles_it
     refused = ["policy.draft.enabled=true", "+policy.new_key=1"]
     with pytest.raises(ConfigError) as caught:
         load_migrated(TINY, refused)
-    assert {problem.path for problem in caught.value.problems} == {
-        "policy.draft",
-        "policy.new_key",
-    }
+    assert {problem.path for problem in caught.value.problems} == {"policy.draft", "policy.new_key"}
     assert all(problem.remedy for problem in caught.value.problems)
     load_migrated(TINY, [*refused, "~policy.new_key", "policy.draft.enabled=false"])
 

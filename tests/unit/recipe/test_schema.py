@@ -1,7 +1,5 @@
 import pytest
 
-from nemo_rl_mcore.config import GRPOMasterConfig
-from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import twin_in_policy
 from nemo_rl_mcore.recipe.schema import allowed, fields, is_known, nearest_path
@@ -21,11 +19,6 @@ def test_what_a_field_allows_can_be_said(path):
     assert "<" not in allowed(fields()[path])
 
 
-def test_fields_cover_nested_sections():
-    assert {"seed", "policy.megatron_cfg.optimizer.lr", "env.unscored"} <= fields().keys()
-    assert all(issubclass(type(model), type) for model in (GRPOMasterConfig, StrictModel))
-
-
 def test_the_table_of_unsupported_keys_repeats_no_field():
     assert not fields().keys() & JUDGEMENTS.keys()
 
@@ -36,12 +29,6 @@ def test_unsupported_keys_stand_in_known_sections(path):
     of_all = (path for kind in RUN_CONFIGS.values() for path in fields(kind))
     known = {*RUN_CONFIGS, *of_all, *(key.rpartition(".")[0] for key in RENAMED), *JUDGEMENTS}
     assert not parent or parent in known
-
-
-def test_known_paths():
-    assert is_known("policy.generation.top_k")
-    assert is_known("policy.generation.vllm_cfg.enforce_eager")
-    assert not is_known("policy.generation.top_q")
 
 
 @pytest.mark.parametrize(
@@ -55,4 +42,6 @@ def test_known_paths():
     ],
 )
 def test_nearest_path(path, nearest):
+    assert not is_known(path)
+    assert nearest is None or is_known(nearest)
     assert nearest_path(path) == nearest

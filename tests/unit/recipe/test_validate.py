@@ -16,27 +16,6 @@ def texts(tree):
     return briefs(validated.problems)
 
 
-def test_a_valid_tree_has_no_problems(tree):
-    validated = validate(tree)
-    assert validated.problems == []
-    assert validated.config is not None
-
-
-def test_values_inside_a_list_belong_to_the_list(tree):
-    tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
-    assert texts(tree) == [
-        "policy.generation.stop_token_ids: not-allowed",
-    ]
-
-
-def test_missing_fields_say_what_they_are(tree):
-    del tree["policy"]["model"]["num_layers"]
-    del tree["grpo"]
-    problems = texts(tree)
-    assert "policy.model.num_layers: missing" in problems
-    assert any(text.startswith("grpo: missing") for text in problems)
-
-
 def test_a_missing_section_comes_with_its_own_mandatory_keys(tree):
     del tree["policy"]["megatron_cfg"], tree["policy"]["generation"], tree["grpo"]
     kept = {"log_dir": tree["logger"]["log_dir"]}

@@ -12,6 +12,7 @@ from test_suites.check_metrics import Metrics, holds
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
+from nemo_rl_mcore.driver.run_folder import leaves
 from nemo_rl_mcore.models.pretrained import pretrained_model
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.sources import read_recipe
@@ -141,19 +142,11 @@ def test_a_name_says_what_the_recipe_is(recipe):
         assert config.checkpointing.checkpoint_dir == f"results/{recipe.stem}/checkpoints"
 
 
-@pytest.mark.parametrize(
-    ("suffix", "sizes"),
-    [
-        (
-            "tp2ep8",
-            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "sequence_parallel": True},
-        )
-    ],
-)
-def test_a_name_with_a_layout_has_it(suffix, sizes):
-    (stem,) = [path.stem for path in RECIPES if f"-{suffix}" in path.stem]
+def test_a_name_with_a_layout_has_it():
+    (stem,) = [path.stem for path in RECIPES if "-tp2ep8" in path.stem]
     megatron = config_of(stem).policy.megatron_cfg
-    assert {key: getattr(megatron, key) for key in sizes} == sizes
+    assert (megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size) == (2, 8)
+    assert megatron.sequence_parallel
 
 
 @recipes
@@ -164,15 +157,6 @@ def test_a_name_says_how_old_answers_may_be(recipe):
     assert config.asynchronous is bool(age)
     if age:
         assert config.max_age == int(age[1])
-
-
-def leaves(tree, prefix=""):
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{path}.")
-        else:
-            yield path, value
 
 
 @pytest.mark.parametrize("recipe", SHORT_DIFFS, ids=lambda path: path.stem)
@@ -188,11 +172,6 @@ def test_a_recipe_holds_only_what_differs_from_its_parent(recipe):
     # `section: null` drops a section of the parent.
     dropped = [key for key, value in own.items() if value is None and key not in inherited]
     assert (repeated, dropped) == ([], [])
-
-
-def test_every_recipe_is_covered_by_the_checks_of_all_examples():
-    assert {*RECIPES} < {*EXAMPLES}
-    assert REPO / "examples/configs/grpo_copy_cpu.yaml" in EXAMPLES
 
 
 @pytest.mark.parametrize("recipe", EXAMPLES, ids=lambda path: str(path.relative_to(REPO / "examples")))

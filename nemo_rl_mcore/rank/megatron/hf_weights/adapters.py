@@ -1,7 +1,7 @@
-"""Add adapters to a sharded model, and write or read them in a folder of peft's format, which vLLM loads too.
+"""Add adapters to a sharded model, and write or read them in peft's folder format, which vLLM also loads.
 
-A layer of Megatron has one A, also if it is several modules in peft, such as queries, keys and values: each of them is
-written with this A, and a folder is loaded only if they all have the same one.
+A Megatron layer has one A, even if peft has several modules for it, such as queries, keys and values: each of them is
+written with this A, and a folder is loaded only if they all have the same A.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.data.hub import INDEX, ONE_FILE, tensor_files
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models import layer_slots, outside_of_layers
-from nemo_rl_mcore.models.weights import Layout, Packing, Slot, Weight
+from nemo_rl_mcore.models.weights import Layout, Packing, Slot, Stored, Weight
 from nemo_rl_mcore.rank import activity
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -61,11 +61,14 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
 
 def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
     if packing is Packing.QKV:
-        # [q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases.
-        groups, rest = parts[1].shape[0] // model.shape.head_dim, parts[0].shape[1:]
-        grouped = torch.cat([part.reshape(groups, -1, model.shape.head_dim, *rest) for part in parts], dim=1)
-        return grouped.reshape(-1, *rest)
-    if packing is Packing.GATED:
+        # [q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases. With output gates
+        # [q, gate] of each head to [q..q, gate..gate, k, v].
+        size, rest = model.shape.head_dim, parts[0].shape[1:]
+        groups, kinds = parts[1].shape[0] // size, 1 if model.linear_attention_freq is None else 2
+        queries = parts[0].reshape(groups, -1, kinds, size, *rest).transpose(1, 2).flatten(1, 2)
+        shared = [part.reshape(groups, 1, size, *rest) for part in parts[1:]]
+        return torch.cat([queries, *shared], dim=1).reshape(-1, *rest)
+    if packing is Packing.JOINED:
         return torch.cat([*parts])
     (part,) = parts
     if packing in _OF_COLUMNS and part.ndim > 1:
@@ -77,10 +80,13 @@ def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
 
 def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Parts:
     if packing is Packing.QKV:
-        queries, rest = model.num_attention_heads // model.shape.query_groups, parameter.shape[1:]
-        grouped = parameter.reshape(-1, queries + 2, model.shape.head_dim, *rest)
-        return [part.reshape(-1, *rest) for part in grouped.split([queries, 1, 1], dim=1)]
-    if packing is Packing.GATED:
+        heads, rest = model.num_attention_heads // model.shape.query_groups, parameter.shape[1:]
+        kinds, size = 1 if model.linear_attention_freq is None else 2, model.shape.head_dim
+        grouped = parameter.reshape(-1, kinds * heads + 2, size, *rest)
+        queries, *shared = grouped.split([kinds * heads, 1, 1], dim=1)
+        queries = queries.reshape(-1, kinds, heads, size, *rest).transpose(1, 2)
+        return [part.reshape(-1, *rest) for part in (queries, *shared)]
+    if packing is Packing.JOINED:
         return parameter.chunk(2)
     if packing is Packing.INTERLEAVED:
         parameter = torch.stack(parameter.chunk(2), dim=1).flatten(0, 1)
@@ -91,11 +97,12 @@ def whole(
     layout: Layout, shards: Parts, shapes: Sequence[Sequence[int]], model: ModelConfig
 ) -> list[torch.Tensor]:
     """Return the whole tensors, from all ranks' parameters, without padding rows."""
-    if layout.sections is not None and len(shards) > 1:
-        # Each rank has a share of each section, along the first dimension.
-        sections = layout.sections(model)
-        shares = [shard.split([size // len(shards) for size in sections]) for shard in shards]
-        return [torch.cat([share for section in zip(*shares, strict=True) for share in section])]
+    if layout.sections is not None:
+        # Each rank has a share of each section of each tensor, along the first dimension.
+        sizes = [size // len(shards) for of_tensor in layout.sections(model) for size in of_tensor]
+        shares = [shard.split(sizes) for shard in shards]
+        joined = torch.cat([share for section in zip(*shares, strict=True) for share in section])
+        return [tensor.contiguous() for tensor in joined.split([shape[0] for shape in shapes])]
     if layout.packing is Packing.QKV and len(shards) > model.shape.query_groups:
         shards = [torch.cat([*shards])]  # pieces of query groups
     parts_of_ranks = [unpack(layout.packing, shard, model) for shard in shards]
@@ -127,10 +134,11 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 class TensorFiles(ExitStack):
     """A folder's tensors by name; MXFP4 (`..._blocks` and `..._scales`) is read as one bfloat16 tensor.
 
+    stored: a family's names for tensors that files have in another form.
     Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stored: Stored | None = None) -> None:
         super().__init__()
         self._folder = folder
         self._files: dict[Path, Any] = {}
@@ -143,9 +151,19 @@ class TensorFiles(ExitStack):
         }
         parts = {part for both in self._packed.values() for part in both}
         self.names = frozenset(self._file_of) - parts | self._packed.keys()
+        self._places: dict[str, tuple[str, int | None, slice]] = {}
+        if stored is not None:
+            for name in self.names:
+                inside = stored(name, lambda name=name: self.shape(name))
+                self._places |= {own: (name, *place) for own, place in inside.items()}
+            self.names = frozenset(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape: [E, 32 * G, R] for blocks [E, R, G, 16]."""
+        if name in self._places:
+            name, expert, rows = self._places[name]
+            shape = tuple(self._slices(name).get_shape())
+            return shape if expert is None else (rows.stop - rows.start, *shape[2:])
         if name not in self._packed:
             return tuple(self._slices(name).get_shape())
         experts, outputs, groups, _ = self._slices(self._packed[name][0]).get_shape()
@@ -156,7 +174,8 @@ class TensorFiles(ExitStack):
         values = self.read(name, (slice(None),) * len(self.shape(name)))
         wrong = values[~torch.isfinite(values)]
         if len(wrong):
-            path = self._file_of[self._packed[name][0] if name in self._packed else name]
+            stored = self._places[name][0] if name in self._places else name
+            path = self._file_of[self._packed[name][0] if name in self._packed else stored]
             raise RefusedError(
                 f"{str(path)!r}: {name} holds {float(wrong[0])}; {len(wrong)} of its "
                 f"{values.numel()} weights are not finite; fetch or export the model again",
@@ -165,6 +184,12 @@ class TensorFiles(ExitStack):
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Read a part of a tensor; in MXFP4 whole experts are read."""
+        if name in self._places:
+            name, expert, rows = self._places[name]
+            if expert is not None:
+                first, end, _ = part[0].indices(rows.stop - rows.start)
+                own = slice(rows.start + first, rows.start + end), *part[1:]
+                return self.read(name, (slice(expert, expert + 1), *own))[0]
         if name in self._packed:
             experts, *rest = part
             blocks, scales = (self._slices(one)[experts] for one in self._packed[name])

@@ -60,7 +60,7 @@ def own_part(
         place = ranks.rank() // sharing, model.shape.query_groups
     parts: list[torch.Tensor] = []
     for number, shape in enumerate(weight.slot.shapes(model)):
-        cuts = [read(number, cut) for cut in layout.cuts(shape, *place, model)]
+        cuts = [read(number, cut) for cut in layout.cuts(shape, *place, model, number)]
         parts.append(cuts[0] if len(cuts) == 1 else torch.cat(cuts, layout.dimension or 0))
     return pack(layout.packing, parts, model).chunk(sharing)[ranks.rank() % sharing]
 
@@ -75,7 +75,8 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
     assert found is not None
     if problems := differences(policy.model, found, str(folder)):
         raise ConfigError(problem.below("policy") for problem in problems)
-    with TensorFiles(folder) as files:
+    stored = None if missing_family(policy.model) else family_of(policy.model).stored
+    with TensorFiles(folder, stored) as files:
         load_weights(files, chunks, policy.model)
 
 

@@ -1,5 +1,4 @@
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ SECRETS = {"WORKERS_TEST_TOKEN": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2"}
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[RayCluster]:
+def cluster():
     """One Ray session for all tests here, started by a driver that holds secrets; its workers see classes of tests."""
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     with pytest.MonkeyPatch.context() as patch:

@@ -6,19 +6,19 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from processes import left_after, within
 from refusals import assert_holds, refused
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.actors import environment_pool
 from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
 from nemo_rl_mcore.driver.signals import exit_status_of, stop_signals
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.environment.registry import make_environment
+from nemo_rl_mcore.environment.turns import first_turn
 from nemo_rl_mcore.errors import RunStoppedError
 
 pytestmark = pytest.mark.stage("processes")
@@ -41,24 +41,6 @@ def turns(count, first=0):
 
 def rewards(replies):
     return [reply.reward for reply in replies]
-
-
-def processes(pool):
-    """Of both actors of a pool of two, once they run."""
-    deadline = time.monotonic() + 60
-    while len(live := pool._pool.live) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return [member.identity.pid for member in live]
-
-
-def gone(pids, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while any(Path(f"/proc/{pid}").exists() for pid in pids if pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +210,8 @@ def test_a_variable_that_is_not_there_is_named_at_once(cluster):
 def test_the_end_of_the_pool_leaves_no_process_also_of_hung_ones(cluster):
     with pool_of(cluster, "fragile_parts:Bad", {"how": "hang", "index": 0}, size=2, timeout_s=60.0) as pool:
         pool.replies(turns(4, 1))
-        pids = processes(pool)
+        assert within(60, lambda: len(pool._pool.live) == 2)
+        pids = [member.identity.pid for member in pool._pool.live]
 
         async def gives_up():
             async with asyncio.timeout(0.5):
@@ -236,7 +219,7 @@ def test_the_end_of_the_pool_leaves_no_process_also_of_hung_ones(cluster):
 
         with pytest.raises(TimeoutError):
             asyncio.run(gives_up())
-    assert gone(pids)
+    assert not left_after(5, pids)
 
 
 def test_who_gives_up_leaves_no_turns_behind(pool):

@@ -91,13 +91,8 @@ def test_what_it_raises_is_a_failure_of_the_rank_which_can_be_called_again(rank)
     with pytest.raises(WorkerError) as raised:
         rank.run_all("fail", context="call 1")
     error = raised.value
-    assert (error.rank, error.method, error.context, error.group, error.usable) == (
-        0,
-        "fail",
-        "call 1",
-        "policy",
-        True,
-    )
+    found = error.rank, error.method, error.context, error.group, error.usable
+    assert found == (0, "fail", "call 1", "policy", True)
     assert isinstance(error.cause, KeyError)
     assert "in fail" in str(error)
     assert rank.run_all("add", 1, data=1) == [42]

@@ -12,45 +12,31 @@ from nemo_rl_mcore.driver.actors.places import (
     set_ray_import_switches,
 )
 
-DRIVER = {
+SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN"), "s")
+KEPT = {
     "PATH": "/bin",
     "HOME": "/home/me",
-    "AWS_SECRET_ACCESS_KEY": "s",
-    "WANDB_API_KEY": "s",
-    "HF_TOKEN": "s",
-    "PYTHONDONTWRITEBYTECODE": "1",
     "NCCL_DEBUG": "INFO",
     "TORCH_LOGS": "x",
     "CUDA_VISIBLE_DEVICES": "2,3",
-    "RAY_backend_log_level": "fatal",
-    "OMP_NUM_THREADS": "8",
 }
+KEPT |= {"RAY_backend_log_level": "fatal"}
+DRIVER = KEPT | SECRETS | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "8"}
 
 
-def test_the_session_inherits_the_machine_and_no_secret() -> None:
+def test_the_session_inherits_the_machine_and_no_secret():
     kept = session_environment(DRIVER)
-    assert set(DRIVER) & set(kept) == {
-        "PATH",
-        "HOME",
-        "NCCL_DEBUG",
-        "TORCH_LOGS",
-        "CUDA_VISIBLE_DEVICES",
-        "RAY_backend_log_level",
-    }
+    assert {*DRIVER} & {*kept} == {*KEPT}
     assert kept["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-def test_a_rank_inherits_nothing_of_the_drivers_machine() -> None:
+def test_a_rank_inherits_nothing_of_the_drivers_machine_and_has_one_thread_on_cpu_and_no_gpu():
     assert rank_environment(DRIVER, on_cpu=False) == {"NCCL_DEBUG": "INFO", "TORCH_LOGS": "x"}
-
-
-def test_cpu_ranks_get_one_thread_and_no_gpu() -> None:
     kept = rank_environment(DRIVER, on_cpu=True)
-    assert kept["OMP_NUM_THREADS"] == "1"
-    assert kept["CUDA_VISIBLE_DEVICES"] == ""
+    assert (kept["OMP_NUM_THREADS"], kept["CUDA_VISIBLE_DEVICES"]) == ("1", "")
 
 
-def test_only_environment_restores_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_environment_restores_after_an_error(monkeypatch):
     monkeypatch.setenv("KEEP_ME", "1")
     before = dict(os.environ)
     with contextlib.suppress(RuntimeError), only_environment({"A": "1"}):
@@ -61,7 +47,7 @@ def test_only_environment_restores_after_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"])
-def test_a_local_session_stays_off_the_network_and_in_the_drivers_environment_unless_asked(name: str) -> None:
+def test_a_local_session_stays_off_the_network_and_in_the_drivers_environment_unless_asked(name):
     local: dict[str, str] = {}
     set_ray_import_switches(local)
     assert local[name] == "0"
@@ -102,9 +88,7 @@ except RunStoppedError as error:
     ],
 )
 @pytest.mark.stage("processes")
-def test_a_session_that_ray_would_open_to_every_network_is_refused(
-    first: str, switch: str | None, refused: bool
-) -> None:
+def test_a_session_that_ray_would_open_to_every_network_is_refused(first, switch, refused):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     run = subprocess.run(
         [sys.executable, "-c", STARTS.format(first=first)],

@@ -1,13 +1,13 @@
 """The driver's handle of a model: what each rank is sent, and what becomes of the answers. The ranks are a fake."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
 from refusals import refused
 
+from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.actor import Actor
 from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
@@ -16,6 +16,8 @@ from nemo_rl_mcore.driver.actors.places import RankSlot
 from nemo_rl_mcore.driver.algorithms.mismatch import with_row_numbers
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn, NLLLossFn
+from nemo_rl_mcore.rank.train_step import TrainStepError
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 from nemo_rl_mcore.recipe.load import load_config
 
 BUDGET = ("policy.dynamic_batching.enabled=true",)
@@ -26,27 +28,19 @@ class Ranks:
 
     placement = None
 
-    def __init__(self, shards: list[int]) -> None:
+    def __init__(self, shards):
         self.shards = shards
         self.shared = 0
         self.calls: list[tuple[str, list[dict[str, Any]]]] = []
 
-    def __call__(self, *_args: Any, **_options: Any) -> "Ranks":
+    def __call__(self, *_args, **_options):
         return self
 
-    def share(self, value: Any) -> Any:
+    def share(self, value):
         self.shared += 1
         return value
 
-    def run_all(
-        self,
-        method: str,
-        *,
-        per_rank_kwargs: Sequence[dict[str, Any]] = (),
-        answering: Collection[int] | None = None,
-        context: str = "",
-        **kwargs: Any,
-    ) -> list[Any]:
+    def run_all(self, method, *, per_rank_kwargs=(), answering=None, context="", **kwargs):
         if method == "data_parallel_rank":
             return self.shards
         own = per_rank_kwargs or [{}] * len(self.shards)
@@ -56,7 +50,7 @@ class Ranks:
             answer if answering is None or rank in answering else None for rank, answer in enumerate(answers)
         ]
 
-    def answer(self, method: str, rank: int, own: dict[str, Any]) -> Any:
+    def answer(self, method, rank, own):
         if method == "train":
             return {"skip_reasons": [None], "rank": rank, "row_table": torch.tensor([[rank]])}
         if method == "finish_train_step":
@@ -65,16 +59,16 @@ class Ranks:
             return f"{method} of rank {rank}"
         return BatchedDataDict(logprobs=own["data"]["row"].float())
 
-    def shutdown(self) -> None: ...
+    def shutdown(self): ...
 
 
-def policy_over(shards: list[int], *overrides: str) -> tuple[Policy, Ranks]:
+def policy_over(shards, *overrides):
     ranks = Ranks(shards)
     config = load_config("examples/configs/dpo_cpu.yaml", overrides).policy
     return Policy(config, None, seed=0, group=ranks), ranks  # type: ignore[arg-type]
 
 
-def numbered(rows: int, lengths: list[int] | None = None) -> BatchedDataDict:
+def numbered(rows, lengths=None):
     return BatchedDataDict(
         row=torch.arange(rows),
         input_ids=torch.ones(rows, 9).long(),
@@ -85,7 +79,7 @@ def numbered(rows: int, lengths: list[int] | None = None) -> BatchedDataDict:
     )
 
 
-def rows_of(call: tuple[str, list[dict[str, Any]]]) -> list[list[int]]:
+def rows_of(call):
     return [own["data"]["row"].tolist() for own in call[1]]
 
 
@@ -228,32 +222,32 @@ def test_the_rows_of_a_loss_that_tells_them_are_those_of_every_shard(whole):
 class Places:
     """Whether the resources of a placement are still there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.slots, self.released = (RankSlot(0, {}, {}),), False
 
-    def release(self) -> None:
+    def release(self):
         self.released = True
 
 
 class Machines:
     """A cluster whose machines are all there; `tried_in` says of each start whether its places were given back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.places, self.tried_in = [Places()], list[bool]()
 
-    def place_ranks(self) -> Places:
+    def place_ranks(self):
         return self.places[-1]
 
-    def lost(self) -> None: ...
+    def lost(self): ...
 
-    def lost_nodes(self, _ids: Collection[str]) -> dict[str, str]:
+    def lost_nodes(self, _ids):
         return {}
 
 
 def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch):
     machines, broken = Machines(), [False, True, False]
 
-    def start(_class: Any, slot: RankSlot, *_: Any) -> Actor:
+    def start(_class, slot, *_):
         machines.tried_in.append(machines.places[-1].released)
         if broken.pop(0):
             raise WorkerError("memory", WorkerCall("start"))
@@ -272,5 +266,132 @@ def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch)
     assert machines.places[-1].released
 
 
-def _pairs(shard: list[int]) -> list[tuple[int, int]]:
+def _pairs(shard):
     return list(zip(shard[::2], shard[1::2], strict=True))
+
+
+# A batch that no rank could take is refused by Policy itself: nothing of it is sent
+
+
+LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+
+
+class SentNoRows:
+    """A group of two data-parallel ranks that must be sent no rows."""
+
+    placement = None
+
+    def __init__(self, *_args, **_options):
+        self.calls = []
+
+    def share(self, value):
+        return value
+
+    def run_all(self, method, *, per_rank_kwargs=(), **_options):
+        assert not per_rank_kwargs, f"sent: {method}"
+        self.calls.append(method)
+        return [0, 1]
+
+
+@pytest.fixture
+def policy():
+    return Policy(load_config("examples/configs/grpo_copy_cpu.yaml").policy, None, seed=0, group=SentNoRows)
+
+
+def batch(**replaced):
+    whole = {
+        "input_ids": torch.randint(0, 32, (4, 6)),
+        "input_lengths": torch.full((4,), 3),
+        "prompt_index": torch.arange(4),
+        "sample_index": torch.zeros(4).long(),
+        "token_mask": torch.ones(4, 6),
+        "sample_mask": torch.ones(4),
+        "advantages": torch.zeros(4, 6),
+        "prev_logprobs": torch.zeros(4, 6),
+        "generation_logprobs": torch.zeros(4, 6),
+    } | replaced
+    return BatchedDataDict({key: value for key, value in whole.items() if value is not None})
+
+
+def train_microbatch(policy, data):
+    policy.begin_train_step(LOSS)
+    policy.train_microbatch(data)
+
+
+def test_a_chunk_without_an_open_step_is_refused_before_it_is_sent(policy):
+    with refused("step-is-idle", "begin_train_step", by=TrainStepError):
+        policy.train_microbatch(batch())
+
+
+LONG = {"input_lengths": torch.tensor([6, 6, 6, 7])}
+READS = {
+    "get_logprobs": lambda policy, data: policy.get_logprobs(data),
+    "get_reference_policy_logprobs": lambda policy, data: policy.get_reference_policy_logprobs(data),
+    "get_topk_logits": lambda policy, data: policy.get_topk_logits(data, 2),
+    "get_values": lambda policy, data: policy.get_values(data),
+    "generate": lambda policy, data: policy.generate(data, step=1, stop_ids=[1], greedy=True),
+    "train": lambda policy, data: policy.train(data, LOSS, gbs=4),
+    "train_microbatch": lambda policy, data: train_microbatch(policy, data),
+}
+
+
+@pytest.mark.parametrize("method", READS)
+def test_every_method_that_takes_rows_refuses_before_it_sends(policy, method):
+    with refused("batch", "input_lengths: 7", 3):
+        READS[method](policy, batch(**LONG))
+    with pytest.raises(AssertionError, match=f"^sent: {method}"):
+        READS[method](policy, batch())
+
+
+def test_more_choices_than_tokens_are_refused(policy):
+    with refused("batch", "k: 33", 32):
+        policy.get_topk_logits(batch(), 33)
+
+
+def test_a_chunk_is_judged_by_the_loss_of_the_open_step(policy):
+    lacking = batch(advantages=None)
+    for call in (lambda: policy.train(lacking, LOSS), lambda: policy.train(lacking, LOSS, eval_mode=True)):
+        with refused("batch", "advantages: missing"):
+            call()
+    policy.begin_train_step(LOSS)
+    with refused("batch", "advantages: missing"):
+        policy.train_microbatch(lacking)
+
+
+def test_prompts_that_leave_no_room_for_a_response_are_refused_before_they_are_sent(policy):
+    longest = policy._config.max_total_sequence_length
+    data = batch(input_ids=torch.ones(4, longest).long(), input_lengths=torch.tensor([1, 1, longest, 1]))
+    with refused("prompt-length", "row 2", longest):
+        policy.generate(data, step=1, stop_ids=[1], greedy=True)
+
+
+FUSED = "megatron_cfg.use_fused_linear_logprobs"
+OVERLAP = "megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [MegatronPolicyWorker, lambda policy: Policy(policy, None, seed=0, group=SentNoRows)],
+    ids=["worker", "policy"],
+)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("megatron_cfg.context_parallel_size", 2),
+        ("sequence_packing.enabled", True),
+        ("generation.top_k", 5),
+        ("generation.top_p", 0.9),
+        (OVERLAP, True),
+    ],
+)
+def test_the_guardrails_of_fused_logprobs_hold_without_a_recipe(make, key, value):
+    tree = load_config("examples/configs/grpo_copy_cpu.yaml").policy.model_dump()
+    section = tree
+    *sections, last = key.split(".")
+    for name in sections:
+        section = section[name]
+    section[last] = value
+    with pytest.raises(ConfigError) as caught:
+        make(PolicyConfig(**tree))
+    (problem,) = [problem for problem in caught.value.problems if problem.path == FUSED]
+    assert key in problem.related

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -15,52 +14,43 @@ LOST = RuntimeError("lost")
 class Process:
     """A `Member` that is nothing but a number and whether it has ended."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number, self.ended = number, False
 
-    def end(self) -> None:
+    def end(self):
         self.ended = True
 
 
 class Starts:
     """Starts processes; those to come of a number may fail first, by its list of errors."""
 
-    def __init__(self, **failing: list[Exception]) -> None:
+    def __init__(self, **failing):
         self.begun: list[int] = []
         self._failing = {int(name[1:]): errors for name, errors in failing.items()}
 
-    def __call__(self, number: int) -> Process:
+    def __call__(self, number):
         self.begun.append(number)
         if errors := self._failing.get(number):
             raise errors.pop(0)
         return Process(number)
 
 
-def budget(
-    limit: int, *, in_a_row: bool = False, final: Callable[[Exception], bool] = lambda _: False
-) -> Budget:
+def budget(limit, *, in_a_row=False, final=lambda _: False):
     return Budget(
         limit, 0.001, 0.003, final, lambda *_: None, in_a_row=in_a_row, spent="" if in_a_row else "none left"
     )
 
 
-def pool(
-    build: Callable[[int], Process],
-    of: Budget,
-    *,
-    lost: Callable[[], str | None] = lambda: None,
-    changed: Callable[[], None] = lambda: None,
-    in_wait: bool = False,
-) -> Pool[Process]:
+def pool(build, of, *, lost=lambda: None, changed=lambda: None, in_wait=False):
     return Pool("member", build, of, lost=lost, changed=changed, in_wait=in_wait)
 
 
-def started(pool: Pool[Process], count: int) -> list[Process]:
+def started(pool, count):
     pool.start(range(count))
     return pool.wait(count)
 
 
-def test_a_lost_member_is_ended_and_replaced_alone_and_once() -> None:
+def test_a_lost_member_is_ended_and_replaced_alone_and_once():
     told = threading.Event()
     members = pool(Starts(), budget(2), changed=told.set)
     first, second = started(members, 2)
@@ -79,7 +69,7 @@ def test_a_lost_member_is_ended_and_replaced_alone_and_once() -> None:
     assert members.live == []
 
 
-def test_the_budget_of_a_run_counts_deaths_and_failed_starts_and_then_the_pool_has_failed() -> None:
+def test_the_budget_of_a_run_counts_deaths_and_failed_starts_and_then_the_pool_has_failed():
     members = pool(Starts(), budget(1))
     [one] = started(members, 1)
     members.lose(one, LOST)
@@ -93,7 +83,7 @@ def test_the_budget_of_a_run_counts_deaths_and_failed_starts_and_then_the_pool_h
     members.shutdown()
 
 
-def test_a_start_in_a_lost_one_s_place_is_tried_again_but_the_first_of_a_run_is_not() -> None:
+def test_a_start_in_a_lost_one_s_place_is_tried_again_but_the_first_of_a_run_is_not():
     starts = Starts()
     members = pool(starts, budget(3))
     [one] = started(members, 1)
@@ -111,7 +101,7 @@ def test_a_start_in_a_lost_one_s_place_is_tried_again_but_the_first_of_a_run_is_
     members.shutdown()
 
 
-def test_a_budget_in_a_row_replaces_the_lost_without_end_and_forgets_failed_starts_that_end_well() -> None:
+def test_a_budget_in_a_row_replaces_the_lost_without_end_and_forgets_failed_starts_that_end_well():
     starts = Starts(_0=[ValueError(), ValueError()])
     members = pool(starts, budget(2, in_a_row=True))
     [one] = started(members, 1)
@@ -128,14 +118,14 @@ def test_a_budget_in_a_row_replaces_the_lost_without_end_and_forgets_failed_star
     members.shutdown()
 
 
-def test_pauses_double_up_to_the_longest() -> None:
+def test_pauses_double_up_to_the_longest():
     of = budget(4)
     taken = [of.take(0, LOST, starting=False, first=False) for _ in range(4)]
     assert taken == [0.001, 0.002, 0.003, 0.003]
     assert of.take(0, RuntimeError(), starting=False, first=False) is None
 
 
-def test_what_is_final_or_without_ray_replaces_nothing() -> None:
+def test_what_is_final_or_without_ray_replaces_nothing():
     members = pool(
         Starts(_0=[KeyError("final")]), budget(2, in_a_row=True, final=lambda e: isinstance(e, KeyError))
     )
@@ -154,7 +144,7 @@ def test_what_is_final_or_without_ray_replaces_nothing() -> None:
     members.shutdown()
 
 
-def test_members_that_wait_for_room_start_when_they_are_waited_for() -> None:
+def test_members_that_wait_for_room_start_when_they_are_waited_for():
     starts = Starts()
     members = pool(starts, budget(2), in_wait=True)
     one, _ = started(members, 2)
@@ -165,11 +155,11 @@ def test_members_that_wait_for_room_start_when_they_are_waited_for() -> None:
     members.shutdown()
 
 
-def test_the_end_is_not_kept_by_a_start_and_ends_whoever_waits() -> None:
+def test_the_end_is_not_kept_by_a_start_and_ends_whoever_waits():
     ended: list[Process] = []
     going_on = threading.Event()
 
-    def build(number: int) -> Process:
+    def build(number):
         going_on.set()
         while not members.closed:
             time.sleep(0.005)
@@ -187,12 +177,12 @@ def test_the_end_is_not_kept_by_a_start_and_ends_whoever_waits() -> None:
     assert members.live == []
 
 
-def test_a_start_that_comes_with_the_end_is_none() -> None:
+def test_a_start_that_comes_with_the_end_is_none():
     """A start that began between the look at the threads and its own was joined before it had begun."""
     starts, fresh = Starts(), threading.Event()
     of = pool(starts, budget(1))
 
-    def begin() -> None:
+    def begin():
         while not fresh.wait(0.0001):
             of.start([0])
 

@@ -6,20 +6,29 @@ All fakes of a run write into one list of calls, so that a test reads what happe
 import math
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from refusals import checked_run
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.driver.algorithms.algorithm import StepOutcome
+from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
+from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of, limits_of, scheduler_of
 from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.environment.interface import LocalEnvironments
@@ -53,25 +62,6 @@ def train_result(reasons=(None, None), **metrics):
         "skip_reasons": list(reasons),
         "peak_memory_gib": 1.5,
     }
-
-
-def assert_ranks_and_engine_take_turns(calls):
-    """The engine answers awake, is put to sleep once, and sleeps whenever ranks compute."""
-    awake = False
-    for number, call in enumerate(calls):
-        before = f"call {number} of {calls}"
-        match call:
-            case "update_weights":
-                awake = True
-            case "offload":
-                assert awake, f"asleep already: {before}"
-                awake = False
-            case "generate" | "validate":
-                assert awake, f"asleep: {before}"
-            case "save" | "load" | "abort":
-                pass
-            case _:
-                assert not awake, f"the engine has the memory: {before}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +193,37 @@ class FakePolicy(FakeModel):
         return BatchedDataDict(reference_logprobs=columns * asked)
 
 
+class FakeCritic(FakeModel):
+    """Expects a tenth of the column's number of every state."""
+
+    def __init__(self, calls, reasons=(None, None)):
+        super().__init__(calls, "value", reasons)
+
+    def get_values(self, data):
+        self.calls.append("values")
+        assert set(data) == {"input_ids", "input_lengths"}
+        rows, columns = data["input_ids"].shape
+        return BatchedDataDict(values=torch.arange(float(columns)).div(10).expand(rows, columns).clone())
+
+
+class FakeTeacher(FakeModel):
+    """Names the first k ids at every position."""
+
+    def __init__(self, calls):
+        super().__init__(calls, "teacher")
+        self.asked = []
+
+    def get_topk_logits(self, data, k, *, trained_only=False):
+        self.calls.append("topk")
+        self.asked.append((set(data), k))
+        shape = data["input_ids"].shape
+        return BatchedDataDict(
+            topk_logits=torch.ones(*shape, k),
+            topk_indices=torch.arange(k).expand(*shape, k),
+            logsumexp=torch.full(shape, 2.0),
+        )
+
+
 class Notes:
     """What the run told its observer."""
 
@@ -291,6 +312,38 @@ def collector(config, engine):
     return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, environments)
 
 
+_TRAINERS = {
+    "grpo": GRPOTrainer,
+    "ppo": PPOTrainer,
+    "dpo": DPOTrainer,
+    "sft": SFTTrainer,
+    "distillation": DistillationTrainer,
+}
+
+
+def trainer(config, policy=None, **parts):
+    """The algorithm of a recipe over fakes; parts: what it has in place of its own."""
+    policy = policy or FakePolicy()
+    prompts = parts.get("prompts") or source(config)
+    match config.algorithm:
+        case "ppo":
+            parts.setdefault("critic", FakeCritic(policy.calls))
+        case "distillation":
+            parts.setdefault("teacher", FakeTeacher(policy.calls))
+        case "dpo":
+            online = bool(config.dpo.num_generations_per_prompt)
+            parts.setdefault("pairs", None if online else PreferenceSource(prompts, TOKENIZER, made_up=True))
+    given = {"collector": collector(config, policy), "observer": Notes()} | parts | {"prompts": prompts}
+    return _TRAINERS[config.algorithm](config, policy, **given)
+
+
+def run(config, policy=None, **parts):
+    """Train it to its end."""
+    algorithm = trainer(config, policy, **parts)
+    train(algorithm)
+    return algorithm
+
+
 def scheduled(algorithm, after=0):
     """The algorithm with what opens its steps behind one, where it samples; its groups are in memory alone."""
     config, engine = algorithm.config, algorithm.collector
@@ -302,18 +355,15 @@ def scheduled(algorithm, after=0):
     return replace(algorithm, rollouts=scheduler, collector=replace(engine, generation=scheduler))
 
 
-def train(algorithm, checkpoints=None, **others):
-    """Run an algorithm; `others` are the models that are trained beside the policy."""
+def train(algorithm, checkpoints=None):
+    """Train an algorithm to the end of its run; of PPO with its critic."""
     algorithm = scheduled(algorithm, (checkpoints and checkpoints.resumed_step) or 0)
-    loop = TrainingLoop(
-        algorithm.config,
-        algorithm,
-        {"policy": algorithm.policy} | others,
-        algorithm.collector.generation,
-        algorithm.observer,
-        checkpoints or RunCheckpoints(),
-    )
-    deque(loop.steps(), maxlen=0)  # to its end
+    models = {"policy": algorithm.policy}
+    if algorithm.config.algorithm == "ppo":
+        models["value"] = algorithm.critic
+    engine = algorithm.collector.generation
+    parts = algorithm.config, algorithm, models, engine, algorithm.observer, checkpoints or RunCheckpoints()
+    deque(TrainingLoop(*parts).steps(), maxlen=0)  # to its end
 
 
 def train_step(algorithm, number):
@@ -328,3 +378,98 @@ def select(rollout, rows):
     """These rows of a rollout, in this order."""
     named = ([of_row[row] for row in rows] for of_row in (rollout.prompts, rollout.responses))
     return Rollout(rollout.batch.select_indices(rows), *named)
+
+
+# The loop over fakes of an algorithm, its models and the engine
+
+
+BATCH = BatchedDataDict(
+    rewards=torch.tensor([1.0]), prompt_index=torch.tensor([7]), sample_index=torch.tensor([0])
+)
+
+
+@dataclass
+class FakeAlgorithm:
+    """Reports the number of its step, and as many optimizer steps as `reasons` has for it.
+
+    events: what happens in the middle of which part of which step.
+    """
+
+    calls: list[str]
+    reasons: dict[int, list[str | None]] = field(default_factory=dict)
+    events: dict = field(default_factory=dict)
+
+    @property
+    def collector(self):
+        return SimpleNamespace(generation=FakeEngine(self.calls))
+
+    @contextmanager
+    def open_step(self, number):
+        yield Step(number)
+
+    def judge(self, step):
+        self.calls.append(f"step {step.number}")
+        self._meet("prepare", step.number)
+
+    def update(self, opened, judged):
+        step = opened.number
+        self._meet("update", step)
+        return StepOutcome(
+            {"train/number": float(step), "train/loss": float(step)}, self.reasons.get(step, [None]), BATCH
+        )
+
+    def redo(self, step):
+        self.calls.append(f"redo {step}")
+        self._meet("redo", step)
+        return StepOutcome({"train/loss": float(step)}, [None], BATCH)
+
+    def checkpointed(self, step): ...
+
+    def validate(self, step):
+        self.calls.append(f"validate {step}")
+        self._meet("validate", step)
+        return {"validation/number": float(step)}
+
+    def _meet(self, part, step):
+        if (event := self.events.get((part, step))) is not None:
+            event()
+            self.calls.append(f"{part} {step} goes on")
+
+
+class FakeEngine:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def update_weights(self, version):
+        self.calls.append(f"weights {version}")
+
+    def offload(self):
+        self.calls.append("asleep")
+
+
+@dataclass
+class LoopRun:
+    """A run, which `go` starts: what was called, in which order, and what was noted."""
+
+    config: object
+    checkpoints: RunCheckpoints
+    algorithm: FakeAlgorithm
+    notes: Notes
+    models: dict[str, FakeModel]
+
+    @property
+    def calls(self):
+        return self.algorithm.calls
+
+    def go(self):
+        engine = FakeEngine(self.calls)
+        loop = TrainingLoop(self.config, self.algorithm, self.models, engine, self.notes, self.checkpoints)
+        deque(loop.steps(), maxlen=0)  # to its end
+
+
+def loop_run(loop=None, checkpoints=None, reasons=None, events=None, algorithm="grpo", **top):
+    calls = []
+    config = recipe(algorithm, **{algorithm: {"max_num_steps": 3} | (loop or {})}, **top)
+    models = {"policy": FakeModel(calls, "policy"), "value": FakeModel(calls, "value")}
+    fake = FakeAlgorithm(calls, reasons or {}, events or {})
+    return LoopRun(config, checkpoints or RunCheckpoints(), fake, Notes(), models)

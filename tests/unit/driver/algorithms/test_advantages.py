@@ -1,46 +1,45 @@
-"""Advantage estimators against their definitions, row by row and token by token."""
+"""Advantage estimators against their definitions, row by row and token by token, and the rewards that they are of."""
 
 import math
 import statistics
-from typing import Any
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from refusals import refused
 
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+from nemo_rl_mcore.config.algorithm import GRPOConfig, RewardScalingConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import (
-    GDPOAdvantageEstimator,
-    GeneralizedAdvantageEstimator,
-    GRPOAdvantageEstimator,
-    ReinforcePlusPlusAdvantageEstimator,
+    estimator_of,
+    group_statistics,
     make_advantage_estimator,
 )
+from nemo_rl_mcore.driver.rollouts.scheduler import EQUAL_REWARDS, Draw, scale_rewards, shape_rewards
+from nemo_rl_mcore.errors import CustomCodeError
+from nemo_rl_mcore.recipe.load import load_config
 
-ESTIMATORS = {
-    "grpo": GRPOAdvantageEstimator,
-    "gdpo": GDPOAdvantageEstimator,
-    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
-    "gae": GeneralizedAdvantageEstimator,
-}
 KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.3}
 
 
-def estimator(name: str, loss: dict[str, Any] | None = None, **keys: Any) -> Any:
-    return ESTIMATORS[name](AdvantageEstimatorConfig(name=name, **keys), ClippedPGLossConfig(**(loss or {})))
+def estimator(name, loss=None, **keys):
+    return make_advantage_estimator(
+        AdvantageEstimatorConfig(name=name, **keys), ClippedPGLossConfig(**(loss or {}))
+    )
 
 
-def doubles(values: Any) -> torch.Tensor:
+def doubles(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def example(rows: int, columns: int, seed: int) -> dict[str, torch.Tensor]:
+def inputs(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     policy = -normal(rows, columns).abs()
@@ -54,7 +53,20 @@ def example(rows: int, columns: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
+def gae(x, loss=None, **keys):
+    """Advantages and returns."""
+    given = {"values": x["values"], "logprobs": x["policy"], "reference_logprobs": x["reference"]}
+    found = estimator("gae", loss, **keys)
+    return found.compute_advantage(prompt_ids=None, rewards=x["rewards"], mask=x["mask"], **given)
+
+
+def reinforce(x, loss=None, **keys):
+    given = {"logprobs_policy": x["policy"], "logprobs_reference": x["reference"]}
+    whole = {key: x[key] for key in ("prompt_ids", "rewards", "mask")} | given
+    return estimator("reinforce_plus_plus", loss, **keys).compute_advantage(**whole)
+
+
+def plain_kl(loss, c, r):
     q, limit = r - c, loss.kl_input_clamp_value
     q = q if limit is None else min(max(q, -limit), limit)
     kl = {"k1": -q, "k2": q * q / 2, "k3": math.exp(q) - 1 - q}[loss.reference_policy_kl_type]
@@ -63,7 +75,7 @@ def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "gae"])
-def test_a_batch_is_given_the_advantages_of_its_tensors(name: str):
+def test_a_batch_is_given_the_advantages_of_its_tensors(name):
     """Of two answers to each of two prompts; the last one is dropped."""
     generator = torch.Generator().manual_seed(3)
     values, policy, reference = torch.randn(3, 4, 5, generator=generator)
@@ -101,7 +113,7 @@ def test_a_batch_is_given_the_advantages_of_its_tensors(name: str):
     leave_one_out=st.booleans(),
     normalize=st.booleans(),
 )
-def test_grpo_is_its_definition(rows: list[tuple[int, int]], leave_one_out: bool, normalize: bool):
+def test_grpo_is_its_definition(rows, leave_one_out, normalize):
     grpo = estimator("grpo", use_leave_one_out_baseline=leave_one_out, normalize_rewards=normalize)
     found = grpo.compute_advantage(
         prompt_ids=torch.tensor([g for g, _ in rows]),
@@ -117,24 +129,10 @@ def test_grpo_is_its_definition(rows: list[tuple[int, int]], leave_one_out: bool
         assert found[row].tolist() == pytest.approx([expected] * 3, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
-def test_columns_can_be_edited_apart_and_inputs_stay(name: str):
-    rewards = torch.tensor([1.0, 2.0])
-    found = estimator(name).compute_advantage(
-        prompt_ids=torch.zeros(2), rewards=rewards, mask=torch.ones(2, 3)
-    )
-    before = found[0, 1].item()
-    found[0, 0] = 99
-    assert found[0, 1].item() == before
-    assert rewards.tolist() == [1, 2]
-
-
 # --- REINFORCE++ --------------------------------------------------------------------------------------------
 
 
-def reinforce_textbook(
-    x: dict[str, torch.Tensor], minus_baseline: bool, loss: ClippedPGLossConfig
-) -> list[Any]:
+def reinforce_textbook(x, minus_baseline, loss):
     ids, rewards, mask = x["prompt_ids"].tolist(), x["rewards"].tolist(), x["mask"].tolist()
     table = []
     for b, reward in enumerate(rewards):
@@ -166,18 +164,10 @@ def reinforce_textbook(
         ]
     ),
 )
-def test_reinforce_plus_plus_is_its_definition(
-    shape: tuple[int, int], seed: int, minus_baseline: bool, loss: dict[str, Any]
-):
-    x = example(*shape, seed)
+def test_reinforce_plus_plus_is_its_definition(shape, seed, minus_baseline, loss):
+    x = inputs(*shape, seed)
     x["mask"][0, 0] = 1
-    found = estimator("reinforce_plus_plus", loss, minus_baseline=minus_baseline).compute_advantage(
-        prompt_ids=x["prompt_ids"],
-        rewards=x["rewards"],
-        mask=x["mask"],
-        logprobs_policy=x["policy"],
-        logprobs_reference=x["reference"],
-    )
+    found = reinforce(x, loss, minus_baseline=minus_baseline)
     expected = reinforce_textbook(x, minus_baseline, ClippedPGLossConfig(**loss))
     torch.testing.assert_close(found, doubles(expected), rtol=1e-8, atol=1e-8)
 
@@ -199,7 +189,7 @@ def test_equal_decimal_rewards_have_no_advantage_after_whitening():
 # --- GAE ----------------------------------------------------------------------------------------------------
 
 
-def squared_cost_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+def squared_cost_gae(rewards, values, gamma, lam):
     """The definition: A_t = sum over l of (gamma lam)^l delta_{t+l}, over the tokens that count."""
     ends = [*values[1:], 0.0]
     deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, ends, strict=True)]
@@ -209,9 +199,7 @@ def squared_cost_gae(rewards: list[float], values: list[float], gamma: float, la
     ]
 
 
-def gae_textbook(
-    x: dict[str, torch.Tensor], cfg: AdvantageEstimatorConfig, loss: ClippedPGLossConfig
-) -> tuple[list[list[float]], list[list[float | None]]]:
+def gae_textbook(x, cfg, loss):
     rows, columns = x["mask"].shape
     advantages = [[0.0] * columns for _ in range(rows)]
     returns: list[list[float | None]] = [[None] * columns for _ in range(rows)]
@@ -260,18 +248,9 @@ def gae_textbook(
     loss=st.sampled_from([{}, KL_IN_REWARD, KL_IN_REWARD | {"kl_output_clamp_value": 0.05}]),
     form=st.sampled_from([torch.int64, torch.bool, torch.float32]),
 )
-def test_gae_is_its_quadratic_definition(
-    shape: tuple[int, int], seed: int, keys: dict[str, Any], loss: dict[str, Any], form: torch.dtype
-):
-    x = example(*shape, seed)
-    advantages, returns = estimator("gae", loss, **keys).compute_advantage(
-        prompt_ids=None,
-        rewards=x["rewards"],
-        mask=x["mask"].to(form),
-        values=x["values"],
-        logprobs=x["policy"],
-        reference_logprobs=x["reference"],
-    )
+def test_gae_is_its_quadratic_definition(shape, seed, keys, loss, form):
+    x = inputs(*shape, seed)
+    advantages, returns = gae(x | {"mask": x["mask"].to(form)}, loss, **keys)
     cfg = AdvantageEstimatorConfig(name="gae", **keys)
     expected, expected_returns = gae_textbook(x, cfg, ClippedPGLossConfig(**loss))
     torch.testing.assert_close(advantages, doubles(expected), rtol=1e-8, atol=1e-8)
@@ -282,7 +261,7 @@ def test_gae_is_its_quadratic_definition(
 
 def test_returns_that_do_not_depend_on_the_values_do_not_vary_with_them():
     """Without discount the values cancel from the returns: each is the reward itself, not the reward nearly."""
-    x = {key: tensor.float() for key, tensor in example(6, 64, seed=9).items()}
+    x = {key: tensor.float() for key, tensor in inputs(6, 64, seed=9).items()}
     x["mask"][:] = 1
     advantages, returns = estimator("gae", gae_lambda=1.0).compute_advantage(
         prompt_ids=None, rewards=torch.full((6,), 0.1), mask=x["mask"], values=100 * x["values"]
@@ -295,47 +274,21 @@ def test_returns_that_do_not_depend_on_the_values_do_not_vary_with_them():
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_masked_columns_do_not_reach_the_others(poison: float):
-    x = example(4, 6, seed=3)
+def test_masked_columns_do_not_reach_the_others(poison):
+    x = inputs(4, 6, seed=3)
     off = x["mask"] == 0
     y = x | {key: x[key].masked_fill(off, poison) for key in ("values", "policy", "reference")}
 
-    def gae(z: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return estimator("gae", KL_IN_REWARD).compute_advantage(
-            prompt_ids=None,
-            rewards=z["rewards"],
-            mask=z["mask"],
-            values=z["values"],
-            logprobs=z["policy"],
-            reference_logprobs=z["reference"],
-        )
-
-    def reinforce(z: dict[str, torch.Tensor]) -> torch.Tensor:
-        return estimator("reinforce_plus_plus", KL_IN_REWARD).compute_advantage(
-            prompt_ids=z["prompt_ids"],
-            rewards=z["rewards"],
-            mask=z["mask"],
-            logprobs_policy=z["policy"],
-            logprobs_reference=z["reference"],
-        )
-
-    (advantages, returns), (clean_advantages, clean_returns) = gae(y), gae(x)
+    (advantages, returns), (clean_advantages, clean_returns) = gae(y, KL_IN_REWARD), gae(x, KL_IN_REWARD)
     assert torch.equal(advantages, clean_advantages)
     assert torch.equal(returns[~off], clean_returns[~off])
-    assert torch.equal(reinforce(y)[~off], reinforce(x)[~off])
+    assert torch.equal(reinforce(y, KL_IN_REWARD)[~off], reinforce(x, KL_IN_REWARD)[~off])
 
 
 def test_a_batch_without_tokens_gives_finite_advantages():
-    x = example(2, 3, seed=4)
-    mask = torch.zeros(2, 3)
-    advantages, _ = estimator("gae").compute_advantage(
-        prompt_ids=None, rewards=x["rewards"], mask=mask, values=x["values"]
-    )
-    assert not advantages.any()
-    found = estimator("reinforce_plus_plus").compute_advantage(
-        prompt_ids=x["prompt_ids"], rewards=x["rewards"], mask=mask
-    )
-    assert torch.isfinite(found).all()
+    x = inputs(2, 3, seed=4) | {"mask": torch.zeros(2, 3)}
+    assert not gae(x)[0].any()
+    assert torch.isfinite(reinforce(x)).all()
 
 
 @pytest.mark.parametrize(
@@ -347,9 +300,7 @@ def test_a_batch_without_tokens_gives_finite_advantages():
         ("gae", {"values": torch.zeros(2, 3), "reference_logprobs": torch.zeros(2, 3)}, "logprobs"),
     ],
 )
-def test_kl_in_reward_names_the_log_probabilities_it_lacks(
-    name: str, given_keys: dict[str, torch.Tensor], missing: str
-):
+def test_kl_in_reward_names_the_log_probabilities_it_lacks(name, given_keys, missing):
     inputs = {"prompt_ids": torch.zeros(2), "rewards": torch.ones(2), "mask": torch.ones(2, 3)}
     with refused("missing-logprobs", f" {missing} ", "use_kl_in_reward: true"):
         estimator(name, KL_IN_REWARD).compute_advantage(**inputs, **given_keys)
@@ -402,3 +353,155 @@ def test_gdpo_with_a_single_reward_is_refused():
     batch["rewards/right"] = torch.ones(2)
     with refused("missing-rewards", "adv_estimator.name", "right"):
         estimator("gdpo").add_to(batch)
+
+
+# Estimators of the user's own
+
+
+def recipe(algorithm, name, *more):
+    exemplar = {"grpo": "grpo_copy_cpu.yaml", "ppo": "ppo_cpu.yaml"}[algorithm]
+    path = f"+{algorithm}.adv_estimator.type=custom_parts:{name}"
+    return load_config(exemplar, [path, *more])
+
+
+def batch():
+    return BatchedDataDict(
+        prompt_index=torch.tensor([0, 0]),
+        sample_index=torch.tensor([0, 1]),
+        rewards=torch.tensor([1.0, 0.0]),
+        token_mask=torch.tensor([[0.0, 1, 1], [0, 1, 0]]),
+        sample_mask=torch.ones(2),
+        values=torch.full((2, 3), 0.25),
+    )
+
+
+def test_a_class_of_ones_own_takes_the_place_of_the_estimator():
+    config, given = recipe("grpo", "MeanAdvantage", "+grpo.adv_estimator.args={factor: 2.0}"), batch()
+    estimator_of(config, config.loss_fn).add_to(given)
+    assert given["advantages"].equal(torch.tensor([[1.0, 1, 1], [-1, -1, -1]]))
+
+
+def test_one_of_ppo_is_given_values_and_gives_returns():
+    config, given = recipe("ppo", "CriticAdvantage"), batch()
+    estimator_of(config, config.loss_fn).add_to(given)
+    assert given["advantages"].equal(torch.tensor([[0.0, 0.75, 0.75], [0, -0.25, 0]]))
+    assert given["returns"].equal(given["advantages"] + 0.25)
+
+
+@pytest.mark.parametrize("name", ["ShortAdvantage", "EndlessAdvantage"])
+def test_what_is_no_finite_number_a_token_is_refused(name):
+    config = recipe("grpo", name)
+    with refused("estimator-result", by=CustomCodeError):
+        estimator_of(config, config.loss_fn).add_to(batch())
+
+
+def test_a_class_without_the_method_is_refused_before_ranks_start():
+    with refused("missing-member"):
+        estimator_of(recipe("grpo", "LengthReward"), ClippedPGLossConfig())
+
+
+# Rewards, as they are shaped and compared
+
+
+def test_scaling_maps_the_interval_and_clamps_outside_of_it():
+    rewards = doubles([-9, 0, 1, 2, 9])
+    keys = {"source_min": 0.0, "source_max": 2.0, "target_min": -1.0, "target_max": 3.0}
+    assert scale_rewards(RewardScalingConfig(enabled=True, **keys), rewards).tolist() == [-1, -1, 1, 3, 3]
+    assert rewards.tolist() == [-9, 0, 1, 2, 9]
+
+
+def test_the_overlong_penalty_by_hand():
+    # max 10, buffer 4: free up to 6, then a quarter of 2.0 per token, and on beyond 10.
+    section = shaping(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
+    lengths = torch.tensor([0, 6, 7, 8, 10, 12])
+    batch = BatchedDataDict(
+        rewards=torch.ones(6),
+        token_mask=(torch.arange(12) < lengths.unsqueeze(1)).float(),
+        sample_mask=torch.ones(6),
+        finished=torch.ones(6),
+    )
+    shape_rewards(section, batch)
+    assert batch["rewards"].tolist() == [1, 1, 0.5, 0, -1, -2]
+
+
+def shaping(**keys):
+    counts = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_num_steps": 1}
+    shaped = {"use_dynamic_sampling": True, "reward_shaping": {"enabled": True, **keys}}
+    return GRPOConfig.model_validate(counts | shaped)
+
+
+def test_an_overlong_buffer_needs_a_length():
+    with pytest.raises(ValidationError, match=r"reward_shaping\.overlong_buffer_length"):
+        shaping(overlong_buffer_length=0, max_response_length=4)
+
+
+def exact_statistics(peers):
+    """Mean and unbiased variance; the variance of less than two is 0."""
+    mean = sum(peers, Fraction()) / len(peers)
+    squares = sum(((peer - mean) ** 2 for peer in peers), Fraction())
+    return mean, squares / max(len(peers) - 1, 1)
+
+
+TENTHS = st.integers(-10_000, 10_000)
+# Few different values in a group, as environments give them: the others of a row are often equal.
+GROUP_OF_TENTHS = st.lists(TENTHS, min_size=1, max_size=3).flatmap(
+    lambda values: st.lists(st.sampled_from(values), min_size=2, max_size=64)
+)
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(GROUP_OF_TENTHS | st.lists(TENTHS, min_size=2, max_size=64), min_size=1, max_size=4),
+    leave_one_out=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+@example(groups=[[1] * 7 + [10]], leave_one_out=True, random=None)
+def test_group_statistics_are_exact_arithmetic_of_decimal_rewards(groups, leave_one_out, random):
+    rows = [(number, tenths) for number, group in enumerate(groups) for tenths in group]
+    if random is not None:
+        random.shuffle(rows)
+    ids = torch.tensor([number for number, _ in rows])
+    rewards = torch.tensor([tenths for _, tenths in rows]) / 10
+    found = group_statistics(ids, rewards, leave_one_out=leave_one_out)
+    exact = [(number, Fraction(reward)) for (number, _), reward in zip(rows, rewards.tolist(), strict=True)]
+    for row, (number, _) in enumerate(exact):
+        peers = [r for i, (n, r) in enumerate(exact) if n == number and not (leave_one_out and i == row)]
+        mean, variance = exact_statistics(peers)
+        assert found.baseline[row].item() == pytest.approx(float(mean), rel=1e-14, abs=1e-13)
+        std = found.std[row].item()
+        assert std == pytest.approx(math.sqrt(variance), rel=1e-13, abs=0.0)
+
+
+def test_a_group_is_the_rows_with_equal_prompt_tokens():
+    tokens = torch.tensor([[1, 2], [1, 3], [1, 2], [1, 3]])
+    rewards = doubles([1, 5, 3, 9])
+    assert group_statistics(tokens, rewards, leave_one_out=False).baseline.tolist() == [2, 7, 2, 7]
+    assert group_statistics(tokens, rewards, leave_one_out=True).baseline.tolist() == [3, 9, 1, 5]
+
+
+def deviates(groups, rewards):
+    return group_statistics(groups, rewards, leave_one_out=False).std != 0
+
+
+def test_a_signal_is_not_a_matter_of_rounding():
+    rewards = torch.tensor([0.1] * 7 + [0.1, math.nextafter(0.1, 1)], dtype=torch.float64)
+    assert not deviates(torch.zeros(8), rewards[:8]).any()
+    assert deviates(torch.zeros(9), rewards).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"), [([1.0, 1.0], False), ([1.0, 0.0], True), ([0.0, 0.0], False)]
+)
+def test_dynamic_sampling_judges_what_the_environment_gave_and_not_the_length(rewards, signal):
+    """NeMo RL's unshaped_total_reward: the second answer is longer, and is penalised for it."""
+    section = shaping(overlong_buffer_length=2, max_response_length=4)
+    mask = torch.tensor([[0.0, 1, 0, 0, 0], [0, 1, 1, 1, 1]])
+    batch = BatchedDataDict(
+        rewards=torch.tensor(rewards),
+        token_mask=mask,
+        sample_mask=torch.ones(2),
+        finished=torch.ones(2),
+        prompt_index=torch.zeros(2, dtype=torch.long),
+        sample_index=torch.arange(2),
+    )
+    assert Draw(None, None, 1, 2, section).unused_for(batch) == (None if signal else EQUAL_REWARDS)

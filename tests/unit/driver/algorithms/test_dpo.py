@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
+from algorithm_fakes import TOKENIZER, recipe
+from algorithm_fakes import run as run_to_its_end
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import PreferenceSource
-from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer, best_against_worst
+from nemo_rl_mcore.data.datasets import DigitTaskSource, EpochSource, Prompt, PromptSource
+from nemo_rl_mcore.driver.algorithms import dpo
+from nemo_rl_mcore.driver.algorithms.dpo import ReferenceBlocks, best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.losses import DPOLossFn
 
@@ -15,15 +17,9 @@ ONLINE = {"num_generations_per_prompt": 3}
 MEGATRON = {"optimizer": {"lr": 1e-3}}
 
 
-def run(policy_keys=None, reasons=(None, None), **dpo):
-    policy, notes = FakePolicy(reasons=reasons), Notes()
-    config = recipe("dpo", policy_keys, dpo=dpo)
-    prompts = source(config)
-    pairs = (
-        None if config.dpo.num_generations_per_prompt else PreferenceSource(prompts, TOKENIZER, made_up=True)
-    )
-    train(DPOTrainer(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
-    return policy, notes, pairs
+def run(policy_keys=None, **dpo):
+    algorithm = run_to_its_end(recipe("dpo", policy_keys, dpo=dpo))
+    return algorithm.policy, algorithm.observer, algorithm.pairs
 
 
 def test_offline_a_step_takes_the_pairs_asks_the_reference_and_trains():
@@ -63,11 +59,8 @@ def test_the_loss_is_that_of_the_recipe(fused):
     assert isinstance(loss_fn, DPOLossFn)
     assert loss_fn.use_fused_linear_logprobs is fused
     cfg = loss_fn.cfg
-    assert (cfg.reference_policy_kl_penalty, cfg.sft_loss_weight, cfg.sft_average_log_probs) == (
-        0.3,
-        0.1,
-        True,
-    )
+    assert (cfg.reference_policy_kl_penalty, cfg.sft_loss_weight) == (0.3, 0.1)
+    assert cfg.sft_average_log_probs
     assert notes.steps[1]["train/total_num_tokens"] == policy.batches[0]["input_lengths"].sum()
 
 
@@ -131,12 +124,6 @@ def test_the_best_answer_is_put_against_the_worst_of_the_same_prompt():
     assert with_signal == 1
 
 
-def test_equal_rewards_make_no_pair():
-    batch, with_signal = pairs_of([1.0, 1.0], [0.0, 0.0], [0.0, 0.5])
-    assert batch["sample_mask"].tolist() == [0, 0, 0, 0, 1, 1]
-    assert with_signal == pytest.approx(1 / 3)
-
-
 def test_the_reference_of_given_answers_is_asked_for_once():
     keys = {"val_batches": 1, "max_val_samples": 1, "val_at_start": True, "val_at_end": True}
     policy, _, _ = run(**keys)
@@ -158,11 +145,105 @@ class Continued(PromptSource):
 
 
 def test_the_same_tokens_divided_in_another_way_have_a_reference_of_their_own():
-    policy, notes = FakePolicy(), Notes()
-    config, prompts = recipe("dpo", {"max_total_sequence_length": 16}), Continued()
-    pairs = PreferenceSource(prompts, TOKENIZER)
-    train(DPOTrainer(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
-    for batch in policy.batches:
+    prompts = Continued()
+    config, pairs = recipe("dpo", {"max_total_sequence_length": 16}), PreferenceSource(prompts, TOKENIZER)
+    for batch in run_to_its_end(config, prompts=prompts, pairs=pairs).policy.batches:
         columns = torch.arange(batch["input_ids"].shape[1])
         reference = batch["reference_policy_logprobs"].roll(1, dims=1)
         assert torch.equal(reference, columns * batch["token_mask"])
+
+
+# The reference of given pairs
+
+
+COUNT, LONGEST, STEPS = 4, 16, 9
+BLOCK_BYTES = COUNT * 2 * LONGEST * 4
+
+
+def given_pairs(rows=10, weights=None):
+    names = ("", "") if weights is None else ("a", "b")
+    prompts = [
+        Prompt(row, f"{row}>", "1" * (1 + row % 5), rejected="2" * (1 + row % 3), source=names[row % 2])
+        for row in range(rows)
+    ]
+    return PreferenceSource(EpochSource(prompts, [], 3, COUNT, weights), TOKENIZER)
+
+
+class Asked:
+    """A model whose numbers depend on all rows that are asked for together, and on their widths."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, batch):
+        self.batches.append(batch)
+        together = batch["input_ids"].sum() + batch["input_ids"].shape[1] / 100
+        return (together + torch.arange(batch["input_ids"].shape[1])) * batch["token_mask"]
+
+    def newly(self, blocks, step, batch):
+        """The reference of a step, and how many pairs were asked for."""
+        before = len(self.batches)
+        found = blocks.of_step(step, batch)
+        return found, sum(asked.size // 2 for asked in self.batches[before:])
+
+
+def references(pairs, first=1):
+    """The reference of each step of a process that begins with step `first`, and the pairs that each asked for."""
+    asked = Asked()
+    blocks = ReferenceBlocks(pairs, asked, COUNT, LONGEST)
+    return {
+        step: asked.newly(blocks, step, pairs.train_batch(step, COUNT)) for step in range(first, STEPS + 1)
+    }
+
+
+@pytest.fixture(params=[100, 2, 0])
+def kept_blocks(request, monkeypatch):
+    monkeypatch.setattr(dpo, "KEPT_BYTES", request.param * BLOCK_BYTES + BLOCK_BYTES // 2)
+    return request.param
+
+
+@pytest.mark.parametrize("weights", [None, {"a": 3.0, "b": 1.0}])
+def test_a_resumed_run_has_the_same_reference_from_any_step_on(kept_blocks, weights):
+    pairs = given_pairs(weights=weights)
+    undisturbed = references(pairs)
+    assert all(reference.any() for reference, _ in undisturbed.values())
+    for first in range(2, STEPS + 1):
+        for step, (reference, _) in references(pairs, first).items():
+            assert torch.equal(reference, undisturbed[step][0]), (first, step)
+
+
+def test_it_is_asked_for_once_a_pair_while_there_is_room(kept_blocks):
+    asked = [count for _, count in references(given_pairs(rows=8)).values()]
+    kept = min(kept_blocks, 2)
+    of_later_passes = COUNT if kept < 2 else 0
+    assert asked == [COUNT, COUNT, *[of_later_passes] * (STEPS - 2)]
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(dpo, "KEPT_BYTES", 3 * BLOCK_BYTES)
+    pairs = given_pairs(rows=40)
+    blocks = ReferenceBlocks(pairs, Asked(), COUNT, LONGEST)
+    for step in range(1, 31):
+        blocks.of_step(step, pairs.train_batch(step, COUNT))
+    rows = [row for block in blocks._kept.values() for pair in block.values() for row in pair]
+    assert len(rows) == 3 * COUNT * 2
+    assert {row.dtype for row in rows} == {torch.float32}
+    assert 0 < sum(row.untyped_storage().nbytes() for row in rows) <= 3 * BLOCK_BYTES
+
+
+def test_of_a_source_without_passes_each_step_asks_for_its_own_batch():
+    pairs = PreferenceSource(DigitTaskSource("copy", 1, seed=3), TOKENIZER, made_up=True)
+    assert [count for _, count in references(pairs).values()] == [COUNT] * STEPS
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_each_batch_of_a_validation_is_asked_for_once_while_there_is_room(monkeypatch, room):
+    batches = [given_pairs().train_batch(step, COUNT) for step in (1, 2)]
+    sizes = [batch["input_ids"].numel() * torch.float32.itemsize for batch in batches]
+    monkeypatch.setattr(dpo, "KEPT_BYTES", sum(sizes[:room]))
+    asked = Asked()
+    blocks = ReferenceBlocks(given_pairs(), asked, COUNT, LONGEST)
+    first, second = ([blocks.of_validation(batch) for batch in batches] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[1])
+    assert len(asked.batches) == 4 - room

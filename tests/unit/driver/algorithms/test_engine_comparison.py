@@ -128,7 +128,9 @@ def test_another_vocabulary_is_told():
 def test_a_run_compares_at_the_temperature_of_its_logprobs():
     config = recipe("grpo", {"generation": POLICY["generation"] | {"temperature": 0.7}})
     vocabulary = config.policy.model.vocab_size
-    compare_at_start(config, Policy(config.logprob_temperature), Engines(vocabulary=vocabulary), PROMPTS)
+    compare_at_start(
+        config, Policy(config.logprob_sampling.temperature), Engines(vocabulary=vocabulary), PROMPTS
+    )
     with pytest.raises(EnginesDifferError):
         compare_at_start(config, Policy(1.0), Engines(vocabulary=vocabulary), PROMPTS)
 

@@ -4,25 +4,24 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from algorithm_fakes import FakePolicy, Notes, collector, recipe, source, train
+from algorithm_fakes import FakePolicy, collector, recipe
+from algorithm_fakes import run as run_to_its_end
 from parted_rows import as_rows
 from refusals import refused
-from test_ppo import FakeCritic
 
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
-from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.driver.algorithms.algorithm import rollout_metrics
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
-from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, compare_with_engine, table_of_batch
-from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, shuffled
+from nemo_rl_mcore.driver.algorithms.ppo import shuffled
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.scheduler import shape_rewards
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.environment.interface import LocalEnvironments
+from nemo_rl_mcore.environment.turns import Ending
 from nemo_rl_mcore.errors import RunStoppedError
 
 COLUMNS = 9
@@ -72,35 +71,11 @@ def test_each_sampled_token_is_in_one_row_behind_all_that_came_before():
     for number in range(6):
         rows = parts.select_indices((parts["episode_index"] == number).nonzero().flatten())
         assert torch.equal(rows["token_mask"].sum(0), whole["token_mask"][number])
-        assert torch.equal(
-            rows["generation_logprobs"].sum(0),
-            whole["generation_logprobs"][number] * parted_at(whole, number),
-        )
+        own = torch.arange(COLUMNS) < whole["input_lengths"][number]
+        assert torch.equal(rows["generation_logprobs"].sum(0), whole["generation_logprobs"][number] * own)
         for length, ids in zip(rows["input_lengths"].tolist(), rows["input_ids"], strict=True):
             assert torch.equal(ids[:length], whole["input_ids"][number, :length])
         assert set(rows["prompt_index"].tolist()) == {int(whole["prompt_index"][number])}
-
-
-def parted_at(whole, number):
-    return torch.arange(COLUMNS) < whole["input_lengths"][number]
-
-
-def test_weights_are_those_of_a_rows_own_tokens():
-    whole = one_row_each()
-    whole["weight_versions"] = torch.full((6, COLUMNS), 4)
-    assert as_rows(whole, CUTS)["weight_versions"][1].tolist() == [-1] * 4 + [4] * 5
-
-
-def test_rows_of_an_episode_may_be_parted_again():
-    _, parts = whole_and_parts()
-    again = as_rows(parts, [[]] + [[5]] + [[]] * 11)
-    assert again["episode_index"].tolist() == [0, 0, 0, *parts["episode_index"].tolist()[2:]]
-
-
-@pytest.mark.parametrize("cuts", [[0], [9], [5, 5], [6, 4]])
-def test_cuts_ascend_inside_the_row(cuts):
-    with refused("row-cuts", "row 0 ", 9, cuts, 1, 8):
-        as_rows(one_row_each(), [cuts, *CUTS[1:]])
 
 
 # --- advantages -------------------------------------------------------------------------------------------
@@ -173,12 +148,8 @@ def test_metrics_leave_dropped_episodes_out():
 
 
 def test_the_length_that_is_penalised_is_that_of_the_episode():
-    shaping = {
-        "enabled": True,
-        "overlong_buffer_length": 4,
-        "overlong_buffer_penalty": 1.0,
-        "max_response_length": 6,
-    }
+    shaping = {"enabled": True, "overlong_buffer_length": 4, "max_response_length": 6}
+    shaping |= {"overlong_buffer_penalty": 1.0}
     config = recipe("grpo", grpo={"reward_shaping": shaping, "overlong_filtering": True})
     whole, parts = (Rollout(batch, [], []) for batch in whole_and_parts(dropped=(2,)))
     shape_rewards(config.grpo, whole.batch)
@@ -196,9 +167,7 @@ def test_training_and_generation_are_compared_by_episode():
     assert torch.allclose(found.per_sequence, wanted.per_sequence)
     assert len(found.per_sequence) == 5
     config = GenerationConfig(
-        max_new_tokens=1,
-        mismatch_threshold=float(wanted.per_sequence.median()),
-        mismatch_action="mask",
+        max_new_tokens=1, mismatch_threshold=float(wanted.per_sequence.median()), mismatch_action="mask"
     )
     assert found.metrics(config.mismatch_threshold) == pytest.approx(
         wanted.metrics(config.mismatch_threshold)
@@ -238,16 +207,9 @@ def test_pairs_are_not_made_of_dropped_answers_nor_of_several_rows():
 def test_an_epoch_shuffles_whole_episodes():
     whole, parts = whole_and_parts()
     order = shuffled(parts, seed=1, step=2, epoch=3)["episode_index"].tolist()
-    assert [*dict.fromkeys(order)] == [
-        2 * (prompt - 7) + sample - (prompt == 9)
-        for prompt, sample in zip(
-            *(
-                shuffled(whole, seed=1, step=2, epoch=3)[key].tolist()
-                for key in ("prompt_index", "sample_index")
-            ),
-            strict=True,
-        )
-    ]
+    rows = shuffled(whole, seed=1, step=2, epoch=3)
+    place = 3 * (rows["prompt_index"] == 9) + rows["sample_index"]
+    assert [*dict.fromkeys(order)] == place.tolist()
     assert order != sorted(order)
 
 
@@ -268,17 +230,11 @@ class InRows(RolloutCollector):
 
 
 def run(algorithm, in_rows, keys):
-    policy, notes = FakePolicy(), Notes()
+    policy = FakePolicy()
     config = recipe(algorithm, **{algorithm: keys | {"val_at_start": True, "val_at_end": True}})
     plain = collector(config, policy)
     collects = InRows(plain.generation, plain.tokenizer, plain.max_prompt_length, plain.environments)
-    given = config, policy, collects if in_rows else plain, source(config), notes
-    if algorithm == "grpo":
-        train(GRPOTrainer(*given))
-    else:
-        critic = FakeCritic(policy.calls)
-        train(PPOTrainer(*given, critic=critic), value=critic)
-    return policy, notes
+    return policy, run_to_its_end(config, policy, collector=collects if in_rows else plain).observer
 
 
 @pytest.mark.parametrize(
@@ -309,12 +265,11 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
     """Each third answer is dropped; two that differ are a signal, and a dropped one is none."""
 
     def run_with(dropped_sample):
-        policy, notes = FakePolicy(), Notes()
-        config = recipe("grpo", grpo={"use_dynamic_sampling": True})
+        policy, config = FakePolicy(), recipe("grpo", grpo={"use_dynamic_sampling": True})
         plain = collector(config, policy)
         environments = Dropping(plain.environments.environment, dropped=dropped_sample)
         lossy = replace(plain, environments=environments, max_drop_rate=0.5)
-        train(GRPOTrainer(config, policy, lossy, source(config), notes))
+        notes = run_to_its_end(config, policy, collector=lossy).observer
         return policy.batches[0], notes
 
     batch, notes = run_with(2)

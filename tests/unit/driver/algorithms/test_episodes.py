@@ -1,9 +1,9 @@
 import asyncio
 import json
 import threading
-import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from algorithm_fakes import select
@@ -14,15 +14,12 @@ from nemo_rl_mcore.data.chat import make_observer
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
-from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm, Episodes, Rollout, RolloutCollector
-from nemo_rl_mcore.driver.rollouts.saved import versions_of
-from nemo_rl_mcore.driver.rollouts.transcript import (
-    episode_metrics,
-    trained_columns,
-)
+from nemo_rl_mcore.driver.rollouts.transcript import episode_metrics, trained_columns
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment
+from nemo_rl_mcore.environment.interface import LocalEnvironments
+from nemo_rl_mcore.environment.turns import Ending, Reply
 from nemo_rl_mcore.errors import RunStoppedError
 
 TOKENIZER = load_tokenizer("char")
@@ -42,6 +39,7 @@ class Scripted:
         self.script, self.versions, self.asked = script, versions, []
 
     def generate(self, data, *, step, greedy=False):
+        self.step = step
         self.asked.append(data)
         turn = int(data["turn_index"][0]) if "turn_index" in data else 0
         keys = zip(data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True)
@@ -116,12 +114,7 @@ def test_answers_and_observations_stand_behind_each_other_as_they_were_sampled()
         ] + [0.0] * (width - len(mask))
     assert batch["weight_versions"].amax(1).tolist() == [5, 3, 4, 3]
     assert batch["rewards"].tolist() == [1.5, 1.0, 1.25, 0.25]
-    assert batch["ending"].tolist() == [
-        Ending.TERMINATED,
-        Ending.TERMINATED,
-        Ending.TERMINATED,
-        Ending.ANSWER_LIMIT,
-    ]
+    assert batch["ending"].tolist() == [Ending.TERMINATED] * 3 + [Ending.ANSWER_LIMIT]
     assert batch["finished"].tolist() == [True, True, True, False]
 
 
@@ -172,16 +165,6 @@ def test_metadata_and_stop_strings_come_back_with_the_next_answer():
     assert played.generation.asked[2]["stop_strings"] == [("#",)]
 
 
-def test_a_dropped_episode_teaches_nothing():
-    def reply(turn):
-        return Reply(0.0, dropped="it died") if turn.prompt.index == 4 else Reply(1.0)
-
-    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
-    assert batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
-    assert batch["ending"].tolist()[:3] == [Ending.DROPPED, Ending.DROPPED, Ending.TERMINATED]
-    assert batch["rewards"].tolist() == [0.0, 0.0, 1.0, 1.0]
-
-
 def test_rewards_with_names_add_up_and_are_only_recorded():
     def reply(turn):
         parts = {"form": 0.5, "right": float(turn.answer == "9")}
@@ -197,20 +180,6 @@ def test_rewards_with_names_add_up_and_are_only_recorded():
     left = trained_columns(batch)
     assert {"rewards", "token_mask", "ending"} <= left.keys()
     assert not {"rewards/form", "turn_of_token", "weight_versions"} & left.keys()
-
-
-def test_a_group_played_from_a_loop_is_the_same():
-    played, again = collector(SCRIPT, until("9")), collector(SCRIPT, until("9"))
-    whole = played.collect(PROMPTS, 2, step=5).batch
-
-    async def respond(asked):
-        await asyncio.sleep(0)
-        return again.generation.generate(asked, step=5)
-
-    soon = asyncio.run(again.play(PROMPTS, again.ask(PROMPTS, 2), respond))
-    assert whole.keys() == soon.keys()
-    assert all(whole.pop(name) == soon.pop(name) for name in ("replies", "responses"))
-    assert all(torch.equal(whole[name], soon[name]) for name in whole)
 
 
 def test_all_of_a_reply_is_recorded_but_for_its_metadata():
@@ -243,11 +212,6 @@ def test_texts_lengths_and_metrics_of_episodes():
     assert episode_metrics(select(joined, range(1, 5)).batch) == metrics
 
 
-def test_the_versions_of_sampled_tokens_stand_together():
-    batch = BatchedDataDict(weight_versions=torch.tensor([[-1, 3, -1, 4], [2, -1, -1, -1]]))
-    assert versions_of(batch, 9) == [Segment(0, 2), Segment(1, 4)]
-
-
 def test_rows_of_any_lengths_are_the_tokens_of_prompt_and_answer_one_by_one():
     noise = torch.Generator().manual_seed(0)
     asked, answered = drawn(rows=40, prompt=7, new=9, noise=noise)
@@ -266,29 +230,12 @@ def test_rows_of_any_lengths_are_the_tokens_of_prompt_and_answer_one_by_one():
     assert (batch["input_ids"].dtype, batch["generation_logprobs"].dtype) == (torch.int64, torch.float32)
 
 
-def test_no_python_object_is_kept_or_made_of_each_token():
-    rows, new = 64, 1500
-    asked, answered = drawn(rows, prompt=500, new=new, noise=torch.Generator().manual_seed(0), ragged=False)
-    tracemalloc.start()
-    try:
-        batch = played_once(asked, answered)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    arrays = sum(batch[column].nbytes for column in ("input_ids", "generation_logprobs", "weight_versions"))
-    arrays += batch["input_ids"].nbytes  # turns
-    assert peak < arrays + 4 * rows * new  # a pointer alone has 8 bytes
-
-
-def drawn(rows, prompt, new, noise, ragged=True):
-    """What is asked, and random answers to it; ragged: some of no token."""
-    lengths = torch.randint(0, new + 1, (rows,), generator=noise) if ragged else torch.full((rows,), new)
-    prompts = (
-        torch.randint(1, prompt + 1, (rows,), generator=noise) if ragged else torch.full((rows,), prompt)
-    )
+def drawn(rows, prompt, new, noise):
+    """What is asked, and random answers to it, some of no token."""
+    lengths = torch.randint(0, new + 1, (rows,), generator=noise)
     asked = BatchedDataDict(
         input_ids=torch.randint(0, 10, (rows, prompt), generator=noise),
-        input_lengths=prompts,
+        input_lengths=torch.randint(1, prompt + 1, (rows,), generator=noise),
         prompt_index=torch.arange(rows),
         sample_index=torch.zeros(rows, dtype=torch.long),
     )
@@ -323,14 +270,15 @@ def test_an_observation_that_cannot_be_encoded_drops_its_episode_alone():
         return Reply(1.0) if turn.answer == "9" else Reply(0.5, False, (Message("user", "\x1b[2Jé>"),))
 
     played = collector(SCRIPT, reply)
-    batch = played.collect(PROMPTS, 2, step=5).batch
+    rollout = played.collect(PROMPTS, 2, step=5)
+    batch = rollout.batch
     dropped, ended = Ending.DROPPED, Ending.TERMINATED
     assert batch["ending"].tolist() == [dropped, ended, dropped, Ending.ANSWER_LIMIT]
     assert batch["sample_mask"].tolist() == [0, 1, 0, 1]
     assert batch["rewards"].tolist() == [0, 1, 0, 0.5]
     assert "cannot encode" in batch["replies"][0][-1]["dropped"]
     with refused("too-many-dropped", "2 of 4", "encode", by=RunStoppedError):
-        replace(played, max_drop_rate=0.25).check_drops(5, [batch])
+        replace(played, max_drop_rate=0.25).check_drops(5, [rollout])
 
 
 def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
@@ -354,6 +302,75 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
     batch = asyncio.run(played.play(PROMPTS, played.ask(PROMPTS, 2), respond))
     assert len(watching.threads) == 3
     assert threading.get_ident() not in watching.threads
-    assert batch["input_ids"].equal(
-        collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5).batch["input_ids"]
-    )
+    whole = collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5).batch
+    assert whole.keys() == batch.keys()
+    assert all(whole.pop(name) == batch.pop(name) for name in ("replies", "responses"))
+    assert all(torch.equal(whole[name], batch[name]) for name in whole)
+
+
+# One answer
+
+
+def collect(texts, prompts, samples):
+    """The rollout of answers of one turn, and the engine that gave them."""
+    keys = [(prompt.index, sample) for prompt in prompts for sample in range(samples)]
+    engine = Scripted({key: [text] for key, text in zip(keys, texts, strict=True)})
+    environments = LocalEnvironments(ArithmeticEnvironment())
+    return RolloutCollector(engine, TOKENIZER, 6, environments).collect(prompts, samples, step=9), engine
+
+
+def test_a_rollout_has_the_engines_answers_and_their_rewards_in_order():
+    prompts = [Prompt(4, "527>", "527"), Prompt(8, "1>", "1")]
+    rollout, engine = collect(["527$", "52", "1$", "99999"], prompts, 2)
+    batch = rollout.batch
+    assert batch["input_ids"].shape[1] == 8, "no wider than the longest row"
+    assert batch["rewards"].tolist() == [1.0, 0.5, 1.0, 0.0]
+    assert rollout.responses == ["527", "52", "1", "99999"]
+    assert batch["prompt_index"].tolist() == [4, 4, 8, 8]
+    assert batch["sample_index"].tolist() == [0, 1, 0, 1]
+    assert engine.step == 9
+    assert engine.asked[0]["input_lengths"].tolist() == [4, 4, 2, 2]
+
+
+def test_a_prompt_that_is_too_long_is_named_with_the_key():
+    with refused("prompt-length", "prompt 17 ", 7, "data.max_input_seq_length"):
+        collect(["1$"], [Prompt(17, "123456>", "1")], 1)
+
+
+def test_a_prompt_has_a_token_at_least():
+    rollout, _ = collect(["1$"], [Prompt(1, ">", "1")], 1)
+    assert rollout.batch["token_mask"][0].argmax() == 1
+    with refused("prompt-length", "prompt 2 ", 0):
+        collect(["1$"], [Prompt(2, "", "1")], 1)
+
+
+def test_select_and_concatenate_keep_rows_together():
+    first, _ = collect(["1$", "2$"], [Prompt(1, "1>", "1"), Prompt(2, "2>", "2")], 1)
+    second, _ = collect(["4567$"], [Prompt(3, "4567>", "4567")], 1)
+    together = Rollout.concatenate([select(first, [1]), second], TOKENIZER.pad_token_id)
+    assert together.responses == ["2", "4567"]
+    assert [prompt.index for prompt in together.prompts] == together.batch["prompt_index"].tolist() == [2, 3]
+    assert together.batch["input_ids"][0, 4:].unique().tolist() == [TOKENIZER.pad_token_id]
+
+
+def test_routes_of_the_last_answer_cover_its_row():
+    """Tokens after it, and rows of engines that returned none, have no route."""
+
+    class Routed(Scripted):
+        def generate(self, data, **options):
+            answered = super().generate(data, **options)
+            known = (data["input_lengths"] + answered["lengths"] - 1).tolist()
+            numbers = [np.arange(tokens * 2, dtype=np.int8).reshape(tokens, 1, 2) for tokens in known]
+            answered["routed_experts"] = [one + len(self.asked) for one in numbers]
+            return answered
+
+    def reply(turn):
+        return Reply(1.0) if turn.answer == "9" else Reply(0.0, False, (Message("user", "1>"),))
+
+    batch = replace(collector(SCRIPT, reply), generation=Routed(SCRIPT)).collect(PROMPTS, 2, step=5).batch
+    turns = batch["turn_of_token"].amax(1)
+    assert turns.unique().numel() > 1
+    for row, (length, last) in enumerate(zip(batch["input_lengths"].tolist(), turns.tolist(), strict=True)):
+        routes = batch["routed_experts"][row].flatten(1)
+        assert (routes[: length - 1] == torch.arange((length - 1) * 2).view(-1, 2) + last).all()
+        assert (routes[length - 1 :] == -1).all()

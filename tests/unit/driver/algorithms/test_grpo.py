@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
+from algorithm_fakes import LARGE_REWARDS, TOKENIZER, recipe, source
+from algorithm_fakes import run as run_to_its_end
 from refusals import assert_holds
-
-from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 
 
 def master(grpo=None, loss_fn=None, recompute="auto", **top):
@@ -17,20 +16,19 @@ def master(grpo=None, loss_fn=None, recompute="auto", **top):
     return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
 
 
-def run(config, policy=None, **options):
-    policy, notes = policy or FakePolicy(), Notes()
-    train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes), **options)
-    return policy, notes
+def run(config, **parts):
+    algorithm = run_to_its_end(config, **parts)
+    return algorithm.policy, algorithm.observer
+
+
+def masking(**sections):
+    """Leaves out of training what is above a threshold, which is every answer: the engine gives -1 and training 0."""
+    masks = {"max_new_tokens": 3, "mismatch_threshold": 1.5, "mismatch_action": "mask"}
+    return recipe("grpo", {"train_global_batch_size": 12, "generation": masks}, **sections)
 
 
 def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
-    policy = FakePolicy()
-    config = master()
-    masks = {"mismatch_threshold": 1.5, "mismatch_action": "mask"}
-    generation = config.policy.generation.model_copy(update=masks)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
-    _, notes = run(config, policy)
-    # The engine says -1 for every token and training 0.
+    policy, notes = run(masking())
     assert notes.steps[1]["mismatch/max_seq_mult_prob_error"] == pytest.approx(math.e)
     assert policy.batches[0]["sample_mask"].sum() == 0
 
@@ -77,15 +75,11 @@ def test_a_step_with_large_advantages_says_once_of_which_prompt(name, capsys):
 
 def test_advantages_of_rows_that_are_not_trained_are_nobodys_business(capsys):
     grpo = {"adv_estimator": {"normalize_rewards": False}, "reward_scaling": LARGE_REWARDS}
-    config = master(grpo=grpo)
-    masks = {"mismatch_threshold": 1.5, "mismatch_action": "mask"}
-    generation = config.policy.generation.model_copy(update=masks)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
-    run(config)
+    run(masking(grpo=grpo))
     assert not capsys.readouterr().err
 
 
-def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
+def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal_and_writes_down_what_it_drops_too():
     policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
     for batch in policy.batches:
         assert batch.size == 12
@@ -95,17 +89,11 @@ def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
     # A round may have prompts of two draws, which are asked for one after the other.
     assert sum(rounds) <= policy.calls.count("generate") <= 2 * sum(rounds)
     assert sum(rounds) > 2
-
-
-def test_dynamic_sampling_writes_down_what_it_drops_too_as_not_trained():
-    policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
     of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
-    rounds = notes.steps[1]["train/dynamic_sampling_rounds"]
-    assert len(of_step) == rounds * 12, "what the step had no place for is written down, too"
+    assert len(of_step) == rounds[0] * 12, "what the step had no place for is written down, too"
     trained = [sample for sample in of_step if sample.sample_mask]
     assert [sample.prompt_index for sample in trained] == policy.batches[0]["prompt_index"].tolist()
-    assert all(sample.advantage is not None for sample in trained)
-    assert all(sample.advantage is None for sample in of_step if not sample.sample_mask)
+    assert all((sample.advantage is not None) == bool(sample.sample_mask) for sample in of_step)
 
 
 def test_what_is_written_of_an_answer_is_what_was_trained():
@@ -126,18 +114,13 @@ def test_what_is_written_of_an_answer_is_what_was_trained():
 
 
 def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
-    grpo = {
-        "max_num_steps": 5,
-        "val_period": 2,
-        "val_at_start": True,
-        "val_at_end": True,
-        "max_val_samples": 5,
-    }
-    policy, notes = run(master(grpo=grpo | {"val_batch_size": 3}))
+    grpo = {"max_num_steps": 5, "val_period": 2, "val_at_start": True, "val_at_end": True}
+    policy, notes = run(master(grpo=grpo | {"max_val_samples": 5, "val_batch_size": 3}))
     validated = [step for step, metrics in notes.steps.items() if "validation/accuracy" in metrics]
     assert validated == [0, 2, 4, 5]
     assert policy.calls.count("validate") == 4 * 2
     assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
+    assert "validation/pass_k" not in notes.steps[5], "greedy"
     assert sum(sample.of_validation for sample in notes.sampled) == 4 * 5
     assert len(notes.sampled) == 4 * 5 + 5 * 12
     assert (notes.sampled[-1].step, notes.sampled[-1].prompt[-1]) == (5, ">")
@@ -148,8 +131,7 @@ def test_a_validation_over_several_sources_tells_each(monkeypatch):
     drawn = source(config)
     named = [replace(prompt, source="ab"[row % 2]) for row, prompt in enumerate(drawn.validation(5))]
     monkeypatch.setattr(drawn, "validation", lambda count: named[:count])
-    policy, notes = FakePolicy(), Notes()
-    train(GRPOTrainer(config, policy, collector(config, policy), drawn, notes))
+    _, notes = run(config, prompts=drawn)
     metrics = {
         key: value for key, value in notes.steps[max(notes.steps)].items() if key.startswith("validation/")
     }
@@ -171,11 +153,6 @@ def test_a_validation_may_sample_several_answers_and_counts_prompts_with_a_rewar
     assert found["validation/reward"] == pytest.approx(sum(rewards) / 12)
     prompts = [any(reward > 0 for reward in rewards[first : first + 3]) for first in range(0, 12, 3)]
     assert found["validation/pass_k"] == pytest.approx(sum(prompts) / 4)
-
-
-def test_a_greedy_validation_has_no_pass_k():
-    _, notes = run(master({"val_at_end": True, "max_val_samples": 4}))
-    assert "validation/pass_k" not in notes.steps[2]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ import signal
 from contextlib import suppress
 
 import pytest
-from algorithm_fakes import FakePolicy, Notes, collector, recipe, scheduled, source, train_step
-from loop_fakes import loop_run
+from algorithm_fakes import loop_run, recipe, scheduled, trainer
 from refusals import assert_holds
 
-from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.signals import current_stop_signals, stop_signals
@@ -171,40 +169,29 @@ def test_a_run_that_is_to_stop_is_not_kept_alive(tmp_path):
     assert not any(call.startswith("restart") for call in run.calls)
 
 
-def test_a_step_that_comes_out_differently_is_told(tmp_path, capsys):
-    dies = Strikes()
-    run = run_with(tmp_path, {("update", 4): dies})
-    dies.first = strike(run)
-    redo = run.algorithm.redo
-
-    def redo_otherwise(step):
-        outcome = redo(step)
-        outcome.metrics["train/loss"] += 1
-        return outcome
-
-    run.algorithm.redo = redo_otherwise
-    run.go()
-    assert_holds(capsys.readouterr().err, "step 3 trained again", "[3] differ")
-
-
-def test_a_step_whose_loss_is_no_number_both_times_comes_out_the_same(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("loss", "differs"), [(lambda loss, of_redo: loss + of_redo, True), (lambda *_: float("nan"), False)]
+)
+def test_a_step_that_comes_out_differently_is_told(tmp_path, capsys, loss, differs):
+    """A loss that is no number both times is the same."""
     dies = Strikes()
     run = run_with(tmp_path, {("update", 4): dies})
     dies.first = strike(run)
 
-    def without_loss(method):
+    def with_loss(method, of_redo):
         def outcome_of(*step):
             outcome = method(*step)
-            outcome.metrics["train/loss"] = float("nan")
+            outcome.metrics["train/loss"] = loss(outcome.metrics["train/loss"], of_redo)
             return outcome
 
         return outcome_of
 
-    run.algorithm.update, run.algorithm.redo = map(without_loss, (run.algorithm.update, run.algorithm.redo))
+    run.algorithm.update = with_loss(run.algorithm.update, of_redo=False)
+    run.algorithm.redo = with_loss(run.algorithm.redo, of_redo=True)
     run.go()
     said = capsys.readouterr().err
     assert_holds(said, "step 3 trained again")
-    assert "differ" not in said
+    assert ("[3] differ" in said) is differs
 
 
 def test_a_signal_that_comes_while_ranks_are_replaced_has_the_open_step_dropped(tmp_path):
@@ -225,38 +212,9 @@ def test_a_signal_that_comes_while_ranks_are_replaced_has_the_open_step_dropped(
     assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2, 3]
 
 
-# What is trained on is asked for once
-
-
-def grpo_of(policy, notes, *, until_checkpoint=True, **overrides):
-    if until_checkpoint:
-        overrides |= {"checkpointing": {"enabled": True}, "cluster": {"max_trainer_restarts": 1}}
-    config = recipe("grpo", grpo={"max_num_steps": 3}, **overrides)
-    return scheduled(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
-
-
-def train_steps(algorithm, steps):
-    """Train steps of an algorithm, whose weights the engine is then given."""
-    for step in steps:
-        train_step(algorithm, step)
-        algorithm.rollouts.update_weights(step)
-
-
-def test_rows_are_kept_until_a_checkpoint_or_for_the_step_alone():
-    algorithm = grpo_of(FakePolicy(), Notes())
-    groups = algorithm.config.grpo.num_prompts_per_step
-    train_steps(algorithm, (1, 2, 3))
-    assert sorted(algorithm.rollouts.groups) == [*range(3 * groups)]
-    algorithm.checkpointed(2)
-    assert sorted(algorithm.rollouts.groups) == [*range(2 * groups, 3 * groups)]
-    brief = grpo_of(FakePolicy(), Notes(), until_checkpoint=False)
-    train_steps(brief, (1, 2))
-    train_step(brief, 3)
-    assert sorted(brief.rollouts.groups) == [*range(2 * groups, 3 * groups)]
-
-
 def test_what_a_step_does_to_rows_is_not_kept():
-    algorithm, first = grpo_of(FakePolicy(), Notes()), {}
+    kept = {"checkpointing": {"enabled": True}, "cluster": {"max_trainer_restarts": 1}}
+    algorithm, first = scheduled(trainer(recipe("grpo", **kept))), {}
     for attempt in ("fails", "is tried again"):
         with suppress(KeyError), algorithm.rollouts.open_step(1) as groups:
             batch = groups.whole().batch

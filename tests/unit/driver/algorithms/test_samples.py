@@ -1,34 +1,20 @@
 """What is written of answers: what became of each, what was said in several turns, and of some every token."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_fakes import (
-    TOKENIZER,
-    FakePolicy,
-    Notes,
-    collector,
-    recipe,
-    select,
-    source,
-    train,
-    train_result,
-)
+from algorithm_fakes import TOKENIZER, FakePolicy, recipe, run, select, train_result, trainer
 from parted_rows import as_rows
-from test_episodes import PROMPTS, SCRIPT, until
+from test_episodes import PROMPTS, SCRIPT, collect, until
 from test_episodes import collector as several_turns
-from test_rollout import collect
-from test_turns import ONLINE, distillation, dpo, grpo, ppo
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.turns import Reply
 from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
-from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of
+from nemo_rl_mcore.environment.turns import Reply
 
 ALL = {"answers_with_tokens": 99}
 NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
@@ -65,8 +51,8 @@ def test_a_table_has_each_token_from_the_first_sampled_one_to_the_end_of_the_row
         "text": ["5", "2", "7", "$"],
         "turn": [1, 1, 1, 1],
         "mask": [1, 1, 1, 1],
-        "generation_logprobs": [-1.0, -2.0, -3.0, -4.0],
-        "prev_logprobs": [-1.1235, -2.1235, -3.1235, -4.1235],
+        "generation_logprobs": [-1.0, -1.1, -1.2, -1.3],
+        "prev_logprobs": [-1.1235, -1.2235, -1.3235, -1.4235],
         "advantages": [4.0, None, 6.0, 7.0],
     }
     assert cut.tokens is not None
@@ -88,17 +74,6 @@ def test_a_number_that_rounds_to_nothing_has_no_sign_and_infinity_is_none():
     (sample,) = samples_of(rollout, 6, TOKENIZER, tables=1)
     assert sample.tokens is not None
     assert str(sample.tokens["prev_logprobs"]) == "[0.0, 0.0, None]"
-
-
-def test_the_other_answers_ask_the_tokenizer_for_nothing():
-    class Silent:
-        def __getattr__(self, name):
-            raise AssertionError(f"asked: {name}")
-
-    rollout, _ = collect(["527$", "52"], [Prompt(4, "527>", "527")], 2)
-    assert [sample.tokens for sample in samples_of(rollout, 6, Silent())] == [None, None]
-    with pytest.raises(AssertionError, match="asked: "):
-        samples_of(rollout, 6, Silent(), tables=1)
 
 
 # --- turns ------------------------------------------------------------------------------------------------
@@ -170,73 +145,55 @@ def test_each_row_of_an_episode_has_its_own_turns_and_tokens():
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def ran(algorithm):
-    train(algorithm, **({"value": algorithm.critic} if hasattr(algorithm, "critic") else {}))
-    return algorithm.observer
+ONLINE = {"num_generations_per_prompt": 2}
+GRADIENT = {"rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.0}}
 
 
 @pytest.mark.parametrize(("recompute", "columns"), [("auto", NUMBERS[::2]), ("always", NUMBERS)])
 def test_grpo_has_no_log_probabilities_where_only_the_ranks_have_seen_them(recompute, columns):
-    _, algorithm = grpo()
     one_step = {"train_global_batch_size": 12, "recompute_prev_logprobs": recompute}
-    assert columns_of(ran(replace(algorithm, config=recipe("grpo", one_step)))) == ("mask", *columns)
+    assert columns_of(run(recipe("grpo", one_step)).observer) == ("mask", *columns)
 
 
 def test_ppo_has_an_advantage_of_each_token():
-    _, algorithm = ppo()
-    config = recipe("ppo", ppo={"num_prompts_per_step": 12}, logger=ALL)
-    notes = ran(replace(algorithm, config=config))
+    notes = run(recipe("ppo", ppo={"num_prompts_per_step": 12}, logger=ALL)).observer
     assert columns_of(notes) == ("mask", *NUMBERS)
     longest = max((sample.tokens["advantages"] for sample in notes.sampled), key=len)
     assert len({*longest}) == len(longest) == 3
 
 
 def test_online_dpo_masks_what_is_in_no_pair_that_counts():
-    _, algorithm = dpo(**ONLINE)
-    config = recipe("dpo", {"train_global_batch_size": 12}, dpo=ONLINE, logger=ALL)
-    notes = ran(replace(algorithm, config=config))
+    notes = run(recipe("dpo", {"train_global_batch_size": 12}, dpo=ONLINE, logger=ALL)).observer
     assert columns_of(notes) == ("mask", "generation_logprobs")
     trained = [sample for sample in notes.sampled if sample.tokens and not sample.of_validation]
     assert {sample.sample_mask for sample in trained} == {0.0, 1.0}
     assert all(set(sample.tokens["mask"]) == {int(sample.sample_mask)} for sample in trained)
 
 
-GRADIENT = {"rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.0}}
-
-
 @pytest.mark.parametrize(("loss_fn", "columns"), [({}, NUMBERS[:1]), (GRADIENT, NUMBERS)])
 def test_on_policy_distillation_has_what_its_policy_gradient_has(loss_fn, columns):
-    _, algorithm = distillation()
-    config = recipe("distillation", loss_fn=loss_fn)
-    assert columns_of(ran(replace(algorithm, config=config))) == ("mask", *columns)
+    assert columns_of(run(recipe("distillation", loss_fn=loss_fn)).observer) == ("mask", *columns)
 
 
-ALGORITHMS = {"grpo": grpo, "ppo": ppo, "dpo": lambda: dpo(**ONLINE), "distillation": distillation}
-
-
-@pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(make):
-    _, algorithm = make()
-    loop = algorithm.config.loop.model_copy(update={"max_val_samples": 11, "val_batch_size": 3})
-    section = {algorithm.config.algorithm: loop}
-    notes = ran(replace(algorithm, config=algorithm.config.model_copy(update=section)))
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dpo", "distillation"])
+def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(algorithm):
+    loop = {"max_num_steps": 3, "val_period": 2, "val_at_end": True}
+    loop |= {"max_val_samples": 9, "val_batch_size": 4}
+    loop |= ONLINE if algorithm == "dpo" else {}
+    notes = run(recipe(algorithm, **{algorithm: loop})).observer
     for step in (2, 3):
         of_step = [sample for sample in notes.sampled if sample.step == step]
         validated = [sample.tokens for sample in of_step if sample.of_validation]
-        assert [table is not None for table in validated] == [True] * 8 + [False] * 3
+        assert [table is not None for table in validated] == [True] * 8 + [False]
         assert all(table["mask"] is None for table in validated[:8])
         assert all(table["prev_logprobs"] is None and table["advantages"] is None for table in validated[:8])
         trained = [sample.tokens is not None for sample in of_step if not sample.of_validation]
         assert trained == [row < 8 for row in range(len(trained))]
 
 
-@pytest.mark.parametrize(
-    ("section", "tables"),
-    [({"answers_with_tokens": 2}, 2), ({"answers_with_tokens": 0}, 0), ({"answers_with_tokens": None}, 0)],
-)
-def test_the_recipe_says_of_how_many_answers(section, tables):
-    config, policy, notes = recipe("grpo", logger=section), FakePolicy(), Notes()
-    train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
+@pytest.mark.parametrize(("answers", "tables"), [(2, 2), (0, 0), (None, 0)])
+def test_the_recipe_says_of_how_many_answers(answers, tables):
+    notes = run(recipe("grpo", logger={"answers_with_tokens": answers})).observer
     of_step = [sample.tokens for sample in notes.sampled if sample.step == 1]
     assert [table is not None for table in of_step] == [row < tables for row in range(12)]
 
@@ -256,9 +213,10 @@ class Ranks(FakePolicy):
         return train_result()
 
 
-def in_chunks(config, policy, notes, chunks):
+def in_chunks(config, chunks):
     """A GRPO whose step's groups are there already, in chunks; every other one was drawn by weights of version 1."""
-    algorithm = GRPOTrainer(config, policy, collector(config, policy), source(config), notes)
+    policy = Ranks()
+    algorithm = trainer(config, policy)
     draw = draw_of(config, algorithm.prompts, algorithm.collector)
     drawn = draw.groups_of(1)
     answered = draw.play_now(drawn)
@@ -268,26 +226,25 @@ def in_chunks(config, policy, notes, chunks):
     policy.calls.clear()
     judged = algorithm.judge(step)
     policy.calls.append("update")
-    return algorithm.update(step, judged)
+    algorithm.update(step, judged)
+    return policy.calls, algorithm.observer
 
 
 def test_a_streamed_step_tells_of_the_whole_step_once():
     streams = {"enabled": True, "min_groups_for_streaming_train": 2}
     loss = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": False}
-    policy, notes = Ranks(), Notes()
     colocated = {"generation": {"max_new_tokens": 3, "colocated": {"enabled": False}}}
     config = recipe("grpo", ONE_STEP | colocated, grpo={"async_grpo": streams}, loss_fn=loss)
-    in_chunks(config, policy, notes, [[0, 1], [2, 3]])
-    assert policy.calls == ["begin", "logprobs", "chunk", "logprobs", "chunk", "update", "finish"]
+    calls, notes = in_chunks(config, [[0, 1], [2, 3]])
+    assert calls == ["begin", "logprobs", "chunk", "logprobs", "chunk", "update", "finish"]
     assert [sample.tokens is not None for sample in notes.sampled] == [True] * 8 + [False] * 4
     assert columns_of(notes) == ("mask", *NUMBERS)
     assert {sample.weight_version_max for sample in notes.sampled} == {0, 1}
 
 
 def test_several_optimizer_steps_are_taken_over_the_whole_step():
-    policy = Ranks()
-    in_chunks(recipe("grpo", {"train_global_batch_size": 6}), policy, Notes(), [[0, 1], [2, 3]])
-    assert policy.calls == ["logprobs", "update", "train"]
+    calls, _ = in_chunks(recipe("grpo", {"train_global_batch_size": 6}), [[0, 1], [2, 3]])
+    assert calls == ["logprobs", "update", "train"]
 
 
 # --- what became of an answer -----------------------------------------------------------------------------
@@ -303,28 +260,18 @@ def test_a_sample_tells_advantages_by_token_and_the_versions_that_drew_it():
         [[*none, 3, 3, 4, 4], [*none, 4, 4, -1, -1], [*none, 2, -1, -1, -1]]
     )
     long, cut, empty = samples_of(rollout, 6, TOKENIZER)
-    assert [(sample.advantage_first, sample.advantage) for sample in (long, cut, empty)] == [
-        (4, 5.5),
-        (4, 4.5),
-        (4, 4),
-    ]
+    advantages = [(sample.advantage_first, sample.advantage) for sample in (long, cut, empty)]
+    assert advantages == [(4, 5.5), (4, 4.5), (4, 4)]
     versions = [(sample.weight_version_min, sample.weight_version_max) for sample in (long, cut, empty)]
     assert versions == [(3, 4), (4, 4), (2, 2)]
-    assert (cut.response, cut.answer, cut.truncated, cut.response_tokens, cut.reward) == (
-        "52",
-        "527",
-        True,
-        2,
-        0.5,
-    )
+    found = cut.response, cut.answer, cut.truncated, cut.response_tokens, cut.reward
+    assert found == ("52", "527", True, 2, 0.5)
     assert (empty.response, empty.sample_index, empty.truncated) == ("", 2, False)
 
 
 def test_a_validation_has_the_version_of_its_step_and_trains_nothing():
     rollout, _ = collect(["1$"], [Prompt(1, "1>", "1")], 1)
-    (validated,), (trained,) = (
-        samples_of(rollout, 6, TOKENIZER, of_validation=True),
-        samples_of(rollout, 6, TOKENIZER),
-    )
+    (validated,) = samples_of(rollout, 6, TOKENIZER, of_validation=True)
+    (trained,) = samples_of(rollout, 6, TOKENIZER)
     assert (validated.weight_version_max, validated.sample_mask, validated.of_validation) == (6, None, True)
     assert (trained.weight_version_max, trained.sample_mask, trained.of_validation) == (5, 1.0, False)

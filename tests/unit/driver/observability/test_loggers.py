@@ -1,14 +1,11 @@
-"""What no service may do to a run, and what TensorBoard is given; the others: test_wandb.py, test_mlflow.py."""
+"""What no service may do to a run, and what TensorBoard is given; the others: test_services.py."""
 
 import io
 import json
 import math
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +16,6 @@ from written_samples import sample
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, loggers
 from nemo_rl_mcore.driver.observability.loggers import TensorBoardLogger, kept_run_id, tables_of
-from nemo_rl_mcore.driver.signals import exit_status_of, stop_signals
 
 
 class FakeService:
@@ -27,24 +23,24 @@ class FakeService:
 
     where = "https://service/run"
 
-    def __init__(self, fails_at: str = "", *, hangs: bool = False) -> None:
+    def __init__(self, fails_at="", *, hangs=False):
         self.fails_at, self.hangs = fails_at, hangs
         self.calls: list[object] = []
         self.abandoned = threading.Event()
 
-    def open(self) -> None:
+    def open(self):
         self._called("open")
 
-    def log(self, step, metrics, tables) -> None:
+    def log(self, step, metrics, tables):
         self._called("log", step, metrics["train/reward"], [*tables])
 
-    def finish(self, exit_status: int) -> None:
+    def finish(self, exit_status):
         self._called("finish", exit_status)
 
-    def abandon(self) -> None:
+    def abandon(self):
         self.abandoned.set()
 
-    def _called(self, name: str, *what: object) -> None:
+    def _called(self, name, *what):
         if name == self.fails_at:
             if self.hangs:
                 self.abandoned.wait(20)
@@ -54,16 +50,14 @@ class FakeService:
 
 
 @contextmanager
-def recorded(
-    tmp_path: Path, monkeypatch, services: dict[str, FakeService], **config: object
-) -> Iterator[RunRecorder]:
+def recorded(tmp_path, monkeypatch, services, **config):
     monkeypatch.setattr(loggers, "_asked_for", lambda _config, _run: services.items())
     console = Console(file=io.StringIO(), width=200)
     with RunRecorder(LoggerConfig(log_dir=str(tmp_path), **config), 10, console=console) as recorder:  # type: ignore[arg-type]
         yield recorder
 
 
-def run_of_three(tmp_path: Path, monkeypatch, *services: FakeService, **config: object) -> list[str]:
+def run_of_three(tmp_path, monkeypatch, *services, **config):
     """Log three steps; returns what was told of the services."""
     named = {f"service {number}": service for number, service in enumerate(services)}
     with recorded(tmp_path, monkeypatch, named, **config) as recorder:
@@ -75,7 +69,7 @@ def run_of_three(tmp_path: Path, monkeypatch, *services: FakeService, **config: 
     return [line for line in recorder._console.file.getvalue().splitlines() if "service" in line]  # type: ignore[attr-defined]
 
 
-def test_loggers_get_each_step_with_its_answers_and_the_end(tmp_path, monkeypatch) -> None:
+def test_loggers_get_each_step_with_its_answers_and_the_end(tmp_path, monkeypatch):
     service = FakeService()
     monkeypatch.setattr(loggers, "TABLE_PERIOD", 2)
     told = run_of_three(tmp_path, monkeypatch, service)
@@ -91,7 +85,7 @@ def test_loggers_get_each_step_with_its_answers_and_the_end(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("fails_at", "calls"), [("open", 0), ("log", 1), ("finish", 4)])
 @pytest.mark.parametrize("hangs", [False, True])
-def test_one_that_fails_is_told_once_and_hurts_nobody(fails_at, calls, hangs, tmp_path, monkeypatch) -> None:
+def test_one_that_fails_is_told_once_and_hurts_nobody(fails_at, calls, hangs, tmp_path, monkeypatch):
     bad, good = FakeService(fails_at, hangs=hangs), FakeService()
     began = time.perf_counter()
     monkeypatch.setattr(loggers, "CALL_S", 0.3)
@@ -109,10 +103,10 @@ def test_one_that_fails_is_told_once_and_hurts_nobody(fails_at, calls, hangs, tm
 
 
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError, 1), (KeyboardInterrupt, 130)])
-def test_loggers_are_told_how_a_run_ends(error, status, tmp_path, monkeypatch) -> None:
+def test_loggers_are_told_how_a_run_ends(error, status, tmp_path, monkeypatch):
     service = FakeService()
 
-    def run() -> None:
+    def run():
         with recorded(tmp_path, monkeypatch, {"service": service}) as recorder:
             recorder.add_samples([sample()])
             raise error
@@ -122,18 +116,7 @@ def test_loggers_are_told_how_a_run_ends(error, status, tmp_path, monkeypatch) -
     assert service.calls == [("open",), ("finish", status)]
 
 
-def test_the_end_of_a_run_is_that_of_its_process() -> None:
-    with stop_signals() as signals:
-        with pytest.raises(KeyboardInterrupt) as stopped:
-            signal.raise_signal(signal.SIGTERM)
-        assert exit_status_of(stopped.value) == 143
-    with stop_signals() as signals:
-        signals.time_is_up = True
-        assert exit_status_of(KeyboardInterrupt()) == 0
-    assert exit_status_of(None) == 0
-
-
-def test_tables_have_the_first_answer_of_each_prompt_and_so_many_rows() -> None:
+def test_tables_have_the_first_answer_of_each_prompt_and_so_many_rows():
     trained = [sample(1, index, prompt=prompt) for prompt in "abc" for index in range(2)]
     judged = [sample(1, prompt="v\ud800", of_validation=True)]
     train, validation = tables_of(trained + judged, 2, of_training=True).values()
@@ -144,7 +127,7 @@ def test_tables_have_the_first_answer_of_each_prompt_and_so_many_rows() -> None:
     assert tables_of(trained + judged, 0, of_training=True) == {}
 
 
-def test_a_run_keeps_its_id_only_when_it_goes_on(tmp_path) -> None:
+def test_a_run_keeps_its_id_only_when_it_goes_on(tmp_path):
     file = tmp_path / "id"
     assert kept_run_id(file, 3) is None
     file.write_text("abc1")
@@ -154,25 +137,25 @@ def test_a_run_keeps_its_id_only_when_it_goes_on(tmp_path) -> None:
     assert kept_run_id(file, 3) is None
 
 
-def tensorboard(tmp_path: Path, resumed_step: int | None = None, **config: object) -> TensorBoardLogger:
+def tensorboard(tmp_path, resumed_step=None, **config):
     given = LoggerConfig(log_dir=str(tmp_path), **config)  # type: ignore[arg-type]
     logger = TensorBoardLogger(given, RunFacts("grpo", {"a": {"b": "x"}}, resumed_step))
     logger.open()
     return logger
 
 
-def read(folder: Path) -> EventAccumulator:
+def read(folder):
     events = EventAccumulator(str(folder))
     events.Reload()
     return events
 
 
-def text_at(events: EventAccumulator, tag: str, step: int) -> str:
+def text_at(events, tag, step):
     (event,) = [event for event in events.Tensors(tag) if event.step == step]
     return event.tensor_proto.string_val[0].decode()
 
 
-def test_tensorboard_has_scalars_recipe_and_answers_on_disk_at_once(tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_recipe_and_answers_on_disk_at_once(tmp_path):
     logger = tensorboard(tmp_path)
     answers = [sample(2, response="``` *not* \n# Markdown ä\ud800", of_validation=True)]
     for step in (1, 2):
@@ -190,7 +173,7 @@ def test_tensorboard_has_scalars_recipe_and_answers_on_disk_at_once(tmp_path: Pa
     logger.finish(0)
 
 
-def test_tensorboard_drops_what_a_resumed_run_writes_anew(tmp_path: Path) -> None:
+def test_tensorboard_drops_what_a_resumed_run_writes_anew(tmp_path):
     for resumed_step, steps in ((None, (1, 2, 3)), (1, (2,))):
         logger = tensorboard(tmp_path, resumed_step)
         for step in steps:
@@ -200,7 +183,7 @@ def test_tensorboard_drops_what_a_resumed_run_writes_anew(tmp_path: Path) -> Non
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 1.0), (2, 9.0)]
 
 
-def test_a_full_disk_is_an_error_of_tensorboards_step(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_tensorboards_step(tmp_path):
     logger = tensorboard(tmp_path)
     logger._file.close()
     logger._file = logger._records._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115

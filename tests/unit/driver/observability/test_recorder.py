@@ -1,13 +1,12 @@
 import errno
 import io
 import json
+import math
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,26 +14,39 @@ from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, read_rollouts
+from nemo_rl_mcore.driver.observability.recorder import Best, ProgressDisplay, best_of
 from nemo_rl_mcore.driver.output import open_console
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.errors import FolderError
 
 
-def make(
-    log_dir: Path, resumed_step: int | None = None, write_page: Callable[[Path], object] | None = None
-) -> RunRecorder:
-    console, run = Console(file=io.StringIO(), width=100), RunFacts(resumed_step=resumed_step)
-    return RunRecorder(
-        LoggerConfig(log_dir=str(log_dir)), 10, console=console, run=run, write_page=write_page
+def make(log_dir, resumed_step=None, console=None, write_page=None, summary=True, **config):
+    console, run = console or Console(file=io.StringIO(), width=100), RunFacts(resumed_step=resumed_step)
+    section, options = (
+        LoggerConfig(log_dir=str(log_dir), **config),
+        {"write_page": write_page, "summary": summary},
     )
+    return RunRecorder(section, 10, console=console, run=run, **options)
+
+
+def told(recorder):
+    return recorder._console.file.getvalue()
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder):
+    return [row["step"] for row in rows_of(folder)]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch):
     """Time passes while somebody sleeps, and nowhere else."""
     now = 0.0
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         nonlocal now
         now += seconds
 
@@ -42,27 +54,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", sleep)
 
 
-def on_a_full_disk(folder: Path) -> None:
+def on_a_full_disk(folder):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def test_a_run_that_others_tell_of_ends_without_a_summary(tmp_path):
-    stream = io.StringIO()
-    config, console = LoggerConfig(log_dir=str(tmp_path)), Console(file=stream)
-    with RunRecorder(config, 1, console=console, summary=False) as recorder:
+    with make(tmp_path, summary=False) as recorder:
         recorder.log(1, {"train/reward": 0.5})
-    assert "train/reward" not in stream.getvalue()
+    assert "train/reward" not in told(recorder)
     assert (tmp_path / "metrics.jsonl").is_file()
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:
+def test_a_step_gets_its_times_and_its_token_rate(tmp_path):
     with make(tmp_path) as recorder:
         for step in (1, 2):
             with recorder.phase("train"):
                 time.sleep(0.05)
             recorder.log(step, {"train/reward": 0.5, "train/total_num_tokens": 100.0})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["timing/train"] == row["timing/total"] == pytest.approx(0.05)
@@ -70,10 +80,8 @@ def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:
         assert row["train/reward"] == 0.5
 
 
-def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_cannot_be_written(
-    tmp_path: Path,
-) -> None:
-    def run() -> None:
+def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_cannot_be_written(tmp_path):
+    def run():
         with make(tmp_path) as recorder:
             for step in (1, 2):
                 recorder.add_samples([sample(step)])
@@ -83,17 +91,13 @@ def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_c
 
     with pytest.raises(FolderError):
         run()
-    assert [next(read_rollouts(tmp_path / f"rollouts/step_{step}.jsonl.gz"))["step"] for step in (1, 2)] == [
-        1,
-        2,
-    ]
-    assert rows_of(tmp_path) == [1, 2], "written again at the end"
+    for step in (1, 2):
+        assert next(read_rollouts(tmp_path / f"rollouts/step_{step}.jsonl.gz"))["step"] == step
+    assert steps_of(tmp_path) == [1, 2], "written again at the end"
 
 
-def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_is_kept(
-    tmp_path: Path,
-) -> None:
-    def run() -> None:
+def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_is_kept(tmp_path):
+    def run():
         with make(tmp_path) as recorder:
             recorder.add_samples([sample()])
             (tmp_path / "rollouts").write_text("no folder")
@@ -101,23 +105,24 @@ def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_i
 
     with pytest.raises(FolderError, match=rf"^logger\.log_dir: {tmp_path}"):
         run()
-    assert rows_of(tmp_path) == [1]
+    assert steps_of(tmp_path) == [1]
 
 
-def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    config = LoggerConfig(log_dir=str(tmp_path), num_val_samples_to_print=2)
-    with RunRecorder(config, 1, console=console) as recorder:
+def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path):
+    with make(tmp_path, num_val_samples_to_print=2) as recorder:
         recorder.add_samples(
-            sample(1, index, response=f"{prompt}-{index}") for prompt in "abc" for index in range(2)
+            sample(1, index, response=f"[red]\ud800{prompt}-{index}")
+            for prompt in "abc"
+            for index in range(2)
         )
         recorder.log(1, {"train/reward": 0.5})
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert [answer in shown for answer in ("a-0", "b-0", "c-0", "c-1")] == [False, True, True, False]
+    shown = told(recorder)
+    answers = ("a-0", "b-0", "c-0", "c-1")
+    assert [one for one in answers if f"[red]\\ud800{one}" in shown] == ["b-0", "c-0"], "as it was answered"
 
 
 @pytest.mark.usefixtures("clock")
-def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_path: Path) -> None:
+def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_path):
     recorder = make(tmp_path)
     with recorder.startup("policy", "starting 2 ranks of the policy") as pieces:
         time.sleep(0.2)
@@ -131,53 +136,49 @@ def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_pat
             with recorder.phase("train"):
                 pass
             recorder.log(step, {"train/reward": 0.5})
-    told = recorder._console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert told[:3] == [
+    lines = told(recorder).splitlines()  # type: ignore[attr-defined]
+    assert lines[:3] == [
         "starting 2 ranks of the policy ... 0.2 s (policy loading weights 0.1 s)",
         "starting 1 vLLM engine ... 0.2 s",
         "sending the weights to the engines ... 0.1 s",
     ]
-    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = rows_of(tmp_path)
     start = {name.removeprefix("timing/startup/"): s for name, s in first.items() if "startup" in name}
     wanted = {"policy": 0.2, "policy_loading_weights": 0.125, "engines": 0.2, "weights": 0.1}
     assert start == pytest.approx(wanted), "each second counts once"
     assert first["timing/total"] == 0.0
     assert not [name for name in second if "startup" in name]
-    assert "startup" not in "".join(told[3:])
+    assert "startup" not in "".join(lines[3:])
 
 
-def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path: Path) -> None:
+def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path):
     recorder = make(tmp_path)
     with recorder:
         with recorder.phase("train"), recorder.startup("engines", "starting 1 engine"):
             time.sleep(0.05)
         recorder.log(1, {"train/reward": 0.5})
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = rows_of(tmp_path)
     assert row["timing/total"] >= 0.05
     assert "timing/startup/engines" not in row
-    assert "starting" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "starting" not in told(recorder)
 
 
-def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> None:
+def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path):
     for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
         recorder = make(tmp_path, resumed_step)
         with recorder:
             for step in steps:
                 recorder.log(step, {"train/reward": 0.5})
-    output = recorder._console.file.getvalue()  # type: ignore[attr-defined]
-    assert rows_of(tmp_path) == [1, 2, 3, 4]
+    output = told(recorder)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert "step 3/10" in output, "the first line of the resumed run"
 
 
-def rows_of(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("lost", ["before a step", "behind the last step", "half of a row"])
-def test_every_row_that_is_lost_is_written_anew_at_the_end(lost: str, tmp_path: Path) -> None:
+def test_every_row_that_is_lost_is_written_anew_at_the_end(lost, tmp_path):
     folder = tmp_path / "run"
 
-    def run() -> None:
+    def run():
         with make(folder) as recorder:
             for step in (1, 2, 3):
                 if step == 3 and lost == "before a step":
@@ -192,15 +193,13 @@ def test_every_row_that_is_lost_is_written_anew_at_the_end(lost: str, tmp_path: 
     ends = lost == "before a step"
     with pytest.raises(FolderError, match=rf"^logger\.log_dir: {folder} .*gone") if ends else nullcontext():
         run()
-    assert rows_of(folder) == [1, 2, 3]
+    assert steps_of(folder) == [1, 2, 3]
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl"}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_a_report_that_cannot_be_written_is_told_in_a_line_and_hides_no_error(
-    error: type[BaseException] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run() -> None:
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_hides_no_error(error, tmp_path, capsys):
+    def run():
         with make(tmp_path, write_page=on_a_full_disk) as recorder:
             recorder.log(1, {"train/reward": 0.5})
             if error is not None:
@@ -211,16 +210,16 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line_and_hides_no_error(
     told = f"logger.log_dir: {tmp_path} cannot be written to: No space left on device ("
     where = str(caught.value) if error is None else capsys.readouterr().err
     assert where.startswith(told)
-    assert rows_of(tmp_path) == [1]
+    assert steps_of(tmp_path) == [1]
 
 
-def test_a_second_ctrl_c_does_not_lose_the_report(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_lose_the_report(tmp_path):
     class Twice(io.StringIO):
-        def write(self, text: str) -> int:
+        def write(self, text):
             signal.raise_signal(signal.SIGINT)
             return super().write(text)
 
-    def run(recorder: RunRecorder) -> None:
+    def run(recorder):
         with recorder:
             recorder.log(1, {"train/reward": 0.5})
             recorder._console.file = Twice()
@@ -234,29 +233,27 @@ def test_a_second_ctrl_c_does_not_lose_the_report(tmp_path: Path) -> None:
 class Gone(io.StringIO):
     """A console that nobody sees any more: what is written to it fails."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.number = number
         self.tried = 0
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         self.tried += 1
         raise OSError(self.number, os.strerror(self.number))
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return self.number == errno.EIO
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
-def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
-    number: int, error: type[BaseException] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(number, error, tmp_path, capsys):
     """EPIPE of a pipe whose reader has ended, where rich would end the process; EIO of a terminal that was closed."""
     stream = Gone(number)
 
-    def run() -> None:
-        with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=open_console(stream)) as recorder:
+    def run():
+        with make(tmp_path, console=open_console(stream)) as recorder:
             recorder.add_samples([sample()])
             for step in (1, 2):
                 recorder.log(step, {"train/reward": 0.5})
@@ -265,29 +262,23 @@ def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
 
     with pytest.raises(error) if error else nullcontext():
         run()
-    assert rows_of(tmp_path) == [1, 2]
+    assert steps_of(tmp_path) == [1, 2]
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts"}
     assert stream.tried == 1
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_the_page_is_written_once_there_are_rows(rows: int, tmp_path: Path) -> None:
-    written: list[list[int]] = []
-    config = LoggerConfig(log_dir=str(tmp_path))
-    with RunRecorder(
-        config,
-        1,
-        console=Console(file=io.StringIO()),
-        write_page=lambda folder: written.append(rows_of(folder)),
-    ) as recorder:
+def test_the_page_is_written_once_there_are_rows(rows, tmp_path):
+    written = []
+    with make(tmp_path, write_page=lambda folder: written.append(steps_of(folder))) as recorder:
         for step in range(1, rows + 1):
             recorder.log(step, {"train/reward": 0.5})
     assert written == [[1]] * rows
 
 
-def test_phases_have_wall_and_cpu_seconds_are_added_and_counted_where_they_raise(tmp_path: Path) -> None:
-    def work() -> None:
+def test_phases_have_wall_and_cpu_seconds_are_added_and_counted_where_they_raise(tmp_path):
+    def work():
         end = time.process_time() + 0.1
         while time.process_time() < end:
             pass
@@ -301,7 +292,7 @@ def test_phases_have_wall_and_cpu_seconds_are_added_and_counted_where_they_raise
             work()
         recorder.log(1, {})
         recorder.log(2, {})
-    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = rows_of(tmp_path)
     assert {*first} == {
         "step",
         *(f"timing/{name}" for name in ("sleep", "sleep_cpu", "work", "work_cpu", "total")),
@@ -309,3 +300,65 @@ def test_phases_have_wall_and_cpu_seconds_are_added_and_counted_where_they_raise
     assert first["timing/sleep"] >= 0.1 > 0.05 > first["timing/sleep_cpu"]
     assert 0.1 <= first["timing/work_cpu"] < 0.2
     assert {*second} == {"step", "timing/total"}
+
+
+# What a run shows of its steps
+
+
+def shown(total=100, terminal=False, **options):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=120, legacy_windows=False, _environ={})
+    return ProgressDisplay(total, console=console, **options), screen
+
+
+def step_metrics(step):
+    return {
+        "train/reward": step / 100,
+        "train/loss": -0.5,
+        "train/grad_norm": 12.25,
+        "performance/tokens_per_sec": 15000.4,
+        "timing/generation": 0.25,
+        "timing/generation_cpu": 0.2,
+    }
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines_now_and_then():
+    display, screen = shown(total=25, plain_every=10)
+    for step in range(1, 26):
+        display.log(step, step_metrics(step))
+    lines = screen.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert lines[1] == (
+        "step 10/25  reward 0.1  loss -0.5  gradient norm 12.25  tokens/s 15,000"
+        "  generation 0.25 s  elapsed 0:00:00"
+    )
+    assert all(character.isprintable() for line in lines for character in line)
+
+
+def test_a_terminal_shows_each_step_and_the_time_left():
+    display, screen = shown(terminal=True, total=5, steps_before=2)
+    for step in (3, 4, 5):
+        display.log(step, step_metrics(step))
+    lines = screen.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["3/5", "4/5", "5/5"]
+    assert all("  left 0:00:0" in line for line in lines)
+
+
+def test_a_validation_is_shown_with_its_best_value_also_from_before_a_resume():
+    display, screen = shown(steps_before=2)
+    display.take(1, {"validation/accuracy": 0.875, "validation/loss": 0.5})
+    display.log(3, {"validation/accuracy": 0.5, "validation/loss": 0.25, "train/reward": math.nan})
+    assert "  accuracy 0.5 (best 0.875 at step 1)  held-out loss 0.25  " in screen.getvalue()
+    assert "reward nan" in screen.getvalue()
+
+
+# What it shows at its end
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [("validation/accuracy", Best(250, 1.0)), ("validation/loss", Best(50, 0.0)), ("train/x", Best(50, 0.0))],
+)
+def test_the_best_value_is_the_highest_of_a_validation_but_for_losses(name, best):
+    points = [Best(50, 0.0), Best(250, 1.0), Best(300, 0.75), Best(350, 1.0), Best(400, 0.0)]
+    assert best_of(name, points) == best

@@ -7,6 +7,7 @@ import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.rollouts.player import Rollout
+from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroup
 from nemo_rl_mcore.driver.rollouts.transcript import concatenate_batches
 from nemo_rl_mcore.engine.engine import EngineDiedError
 
@@ -24,9 +25,6 @@ class FakeEngines:
         self.answering, self.joining, self.restarts = True, False, 0
         self.fleet = self
 
-    def rejoin(self):
-        raise NotImplementedError
-
     @property
     def weights_digest(self):
         return f"{self.version:016x}"
@@ -38,9 +36,6 @@ class FakeEngines:
 
     def whereabouts(self, ticket):
         return "engine 0"
-
-    def generate(self, data, *, step, greedy=False):
-        raise NotImplementedError
 
     def offload(self): ...
 
@@ -115,8 +110,6 @@ class FakeDraw:
         self.groups_per_step, self.steps, self.threads = groups_per_step, [], set()
 
     def groups_of(self, step):
-        from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroup
-
         self.steps.append(step)
         self.threads.add(threading.current_thread().name)
         asked = BatchedDataDict(input_ids=torch.zeros(2, 1))
@@ -139,8 +132,8 @@ class FakeDraw:
     def rollout_of(self, groups, batches):
         return Rollout(concatenate_batches(batches, 0), [group.prompt for group in groups], [])
 
-    def check_drops(self, step, batches):
-        self.checked = concatenate_batches(batches, 0)
+    def check_drops(self, step, rollouts):
+        self.checked = sum(rollout.batch.size for rollout in rollouts)
 
     def take_counts(self):
         return {}

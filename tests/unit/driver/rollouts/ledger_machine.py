@@ -1,20 +1,17 @@
-"""Any order of events on a Ledger, beside a model of it: a machine that tests run on the Ledger and on its mutants."""
+"""Any order of events on a Ledger, beside a model of it: a machine that tests run on the Ledger and on its mutants.
 
+The model is kept from the events alone, of which nothing is asked of the Ledger; `check` looks behind its back.
+"""
+
+import copy
 import json
 from collections import Counter
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import count, islice
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
-from ledger_check import check
-from ledger_model import LedgerModel
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nemo_rl_mcore.driver.rollouts import events
 from nemo_rl_mcore.driver.rollouts.events import EVENT, Segment, Token
@@ -23,7 +20,7 @@ from nemo_rl_mcore.driver.rollouts.ledger import ORDERS, GroupState, Ledger, Led
 # How often what happens: left to itself, hypothesis hardly ever gets a step to its end.
 WEIGHTS = {"advance": 12, "commit": 8, "overtake": 6, "dispatch": 6, "fail": 2, "requeue": 2, "leave_out": 1}
 SELDOM = ["commit_what_cannot_be", "deliver_late", "deliver_what_was_never_asked", "give_the_step_up"]
-SELDOM += ["call_out_of_turn", "lose_the_log", "checkpoint", "resume"]
+SELDOM += ["call_out_of_turn", "lose_the_log", *("checkpoint", "resume") * 3]
 EVENTS = st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)] + SELDOM)
 NUMBER = st.integers(0, 31)
 # Calls, and the state of the step in which they are allowed.
@@ -37,6 +34,135 @@ IN_TURN = {
     "publish": StepState.COMMITTED,
 }
 BETWEEN_STEPS = (StepState.IDLE, StepState.COMMITTED)
+
+
+@dataclass
+class LedgerModel:
+    """valid, void: attempts, the former with the version published at their dispatch. oldest: version of a group.
+
+    first: the version of the start. chunks: of the open step. steps: chunks of every finished one.
+    """
+
+    limits: Limits
+    first: int
+    valid: dict[Token, int] = field(default_factory=dict)
+    void: list[Token] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+    oldest: dict[int, int] = field(default_factory=dict)
+    chunks: list[list[int]] = field(default_factory=list)
+    steps: dict[int, list[list[int]]] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)
+    phase: StepState = StepState.IDLE
+    saved_at: int = 0
+
+    def __post_init__(self):
+        self.version = self.published = self.saved_at = self.first
+
+    @property
+    def leased(self):
+        return {p for chunk in self.chunks for p in chunk}
+
+    @property
+    def trained(self):
+        return [p for chunks in self.steps.values() for chunk in chunks for p in chunk]
+
+    def may_dispatch(self):
+        n = self.limits.groups_per_step
+        live = len(self.valid) + len(self.ready) + len(self.leased)
+        steps = min(self.limits.max_age + self.published + 1, self.limits.last_step)
+        early = self.phase in (StepState.IDLE, StepState.OPEN) and self.version < self.limits.last_step
+        spare = self.limits.spare if early else 0
+        return live + self.version * n < steps * n + spare
+
+    def next_to_dispatch(self):
+        taken = {token.position for token in self.valid} | self.ready | self.leased
+        return next(p for p in self.not_dropped() if p not in taken.union(self.trained))
+
+    def next_to_train(self):
+        """The groups that the open step takes before any other, without end."""
+        done = self.leased.union(self.trained)
+        return (p for p in self.not_dropped() if p not in done)
+
+    def not_dropped(self):
+        return (p for p in count(self.first * self.limits.groups_per_step) if p not in self.dropped)
+
+    def commit(self, token, oldest):
+        self.retire(token)
+        self.ready.add(token.position)
+        self.oldest[token.position] = oldest
+
+    def fail(self, token, reason):
+        """Whether the group is dropped."""
+        self.retire(token)
+        failures = self.failures[token.position] = self.failures.get(token.position, 0) + 1
+        if failures < self.limits.max_attempts:
+            return False
+        self.dropped[token.position] = reason
+        return True
+
+    def leave_out(self, position, reason):
+        self.ready.remove(position)
+        self.dropped[position] = reason
+
+    def retire(self, token):
+        del self.valid[token]
+        self.void.append(token)
+
+    def lease(self, chunk):
+        self.ready -= {*chunk}
+        self.chunks.append(chunk)
+
+    def finish(self):
+        self.version += 1
+        self.steps[self.version], self.chunks, self.phase = self.chunks, [], StepState.COMMITTED
+
+    def give_up(self):
+        self.ready |= self.leased
+        self.chunks, self.phase = [], StepState.IDLE
+
+    def to_redo(self):
+        return [step for step in self.steps if step > self.saved_at]
+
+    def copy(self):
+        return copy.deepcopy(self)
+
+    def resumed(self, void):
+        """This model as that of a run which goes on from here; void: what was dispatched in vain since."""
+        model = self.copy()
+        model.valid, model.void, model.saved_at = {}, void, self.version
+        model.published, model.phase = self.version, StepState.IDLE  # engines are given what was saved
+        return model
+
+
+LIVE = (GroupState.INFLIGHT, GroupState.READY, GroupState.LEASED)
+
+
+def check(ledger):
+    """Fail, naming all that is wrong, when the state cannot be."""
+    problems = [*_problems(ledger)]
+    assert not problems, f"{'; '.join(problems)}"
+
+
+def _problems(ledger):
+    groups, limits = ledger._groups, ledger.limits
+    if ledger.trained + ledger.dropped.total() + len(groups) != ledger.cursor:
+        yield "not every position before the cursor has one state"
+    if [*groups] != sorted(groups) or (groups and [*groups][-1] >= ledger.cursor):
+        yield "groups are out of order"
+    if sorted(ledger._pending) != [p for p, g in groups.items() if g.state is GroupState.PENDING]:
+        yield "the pending groups are not those that wait"
+    if {*ledger._leased()} != {p for p, g in groups.items() if g.state is GroupState.LEASED}:
+        yield "the leased groups are not those of the step"
+    if ledger._chunks and ledger.step not in (StepState.OPEN, StepState.FINISHING):
+        yield "groups are leased to no step"
+    if ledger.live > (limits.max_age + 1) * limits.groups_per_step + limits.spare:
+        yield f"{ledger.live} groups are live"
+    if not all(ledger.dropped):
+        yield "a dropped group has no reason"
+    oldest = ledger.version - limits.max_age
+    if old := [p for p, g in groups.items() if g.state in LIVE and g.min_version < oldest]:
+        yield f"groups {old} are too old to be trained"
 
 
 class LogLostError(Exception):

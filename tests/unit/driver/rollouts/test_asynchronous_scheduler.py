@@ -1,22 +1,26 @@
 """The side that asks: what is admitted, what fails and waits, and how it ends; fake engines, a real ledger."""
 
+import re
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
 from fake_engines import FakeDraw, FakeEngines, MortalEngines
-from refusals import refused
+from processes import within
+from refusals import assert_holds, assert_refused, refused
 
 from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.ledger import GroupState, Ledger, LedgerError, Limits, StepState
 from nemo_rl_mcore.driver.rollouts.player import WEIGHT_VERSIONS
 from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, load_groups, versions_of
 from nemo_rl_mcore.driver.rollouts.transcript import pace_metrics
+from nemo_rl_mcore.driver.signals import deferred_stop_signals, stop_signals
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 
 N = 3
@@ -38,7 +42,6 @@ def started(engines, *, last_step=6, version=0, kept=(), **keys):
         rollouts.events = events
         rollouts.update_weights(version)
         yield rollouts
-    assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def train_a_step(rollouts, at_least=N):
@@ -50,13 +53,6 @@ def train_a_step(rollouts, at_least=N):
     pace = rollouts._pace
     rollouts.finish([rollouts.draw.rollout_of([], [group]) for group in groups])
     return chunks, min(int(group[WEIGHT_VERSIONS].min()) for group in groups), pace
-
-
-def becomes_true(condition, within_s=30.0):
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 2])
@@ -76,6 +72,7 @@ def test_steps_take_their_groups_in_order_and_none_is_older_than_allowed(max_age
         assert not any(engines.in_flight_at_updates)
     assert len(engines.asked) == len({*engines.asked}) == 6 * N, "each group is asked for once"
     assert set(engines.steps.values()) == {1, 2, 3, 4, 5, 6}, "the noise is of the step that drew the prompt"
+    assert (rollouts.draw.threads, engines.threads) == ({threading.current_thread().name}, {"rollouts"})
 
 
 def test_weights_that_the_engines_hold_already_wait_for_no_answer():
@@ -86,24 +83,16 @@ def test_weights_that_the_engines_hold_already_wait_for_no_answer():
         train_a_step(rollouts)
         slow.set()
         rollouts.update_weights(1)  # nothing is in flight any more; what was made room for is asked for
-        assert becomes_true(lambda: engines.in_flight == N)
+        assert within(30, lambda: engines.in_flight == N)
         rollouts.update_weights(1)
         assert engines.in_flight == N, "they are answered while the next step trains"
-
-
-def test_prompts_are_drawn_by_the_thread_that_trains_and_engines_are_asked_by_the_other():
-    engines = FakeEngines()
-    with started(engines) as rollouts:
-        train_a_step(rollouts)
-        assert rollouts.draw.threads == {threading.current_thread().name}
-        assert engines.threads == {"rollouts"}
 
 
 def test_weights_that_change_while_a_group_is_answered_are_told_token_by_token():
     engines = FakeEngines(hold=lambda ticket: 0.05)
     with started(engines, max_trajectory_age_steps=1, max_inflight_prompts=N) as rollouts:
         train_a_step(rollouts)
-        assert becomes_true(lambda: engines.in_flight > 0)
+        assert within(30, lambda: engines.in_flight > 0)
         time.sleep(0.08)
         rollouts.update_weights(1)
         _, oldest, _ = train_a_step(rollouts)
@@ -134,7 +123,7 @@ def test_what_the_algorithm_adds_to_a_chunk_is_not_missing_from_the_next_one():
         for chunk in step.chunks(1):
             chunk.batch["advantages"] = torch.zeros(chunk.batch.size)
             rows += chunk.batch.size
-        assert rows == rollouts.draw.checked.size == 2 * N
+        assert rows == rollouts.draw.checked == 2 * N
         step.finishing()
         assert step.finish()["async/age_max"] == 0
 
@@ -155,15 +144,6 @@ def fails_once(engines_of, what):
     return fail
 
 
-def test_a_failure_is_tried_again_as_often_as_the_recipe_says():
-    engines = FakeEngines(fail=fails_once(["group 1, attempt 0.1"], ValueError("bad")))
-    with started(engines, max_generation_failures=1) as rollouts:
-        chunks, _, pace = train_a_step(rollouts)
-        assert chunks == [[0, 1, 2]]
-        assert pace.requeued == {"ValueError": 1}
-        assert engines.steps["group 1, attempt 0.2"] == 1, "with the same noise"
-
-
 def test_a_group_that_fails_too_often_is_dropped_and_the_next_one_takes_its_place():
     bad = ["group 1, attempt 0.1", "group 1, attempt 0.2"]
     # Others are answered between its two attempts, so that the failures are not in a row.
@@ -178,6 +158,7 @@ def test_a_group_that_fails_too_often_is_dropped_and_the_next_one_takes_its_plac
         rollouts.update_weights(2)
         assert (first, second) == ([[0, 2, 3]], [[4, 5, 6]])
         assert (pace.requeued, pace.dropped) == ({"ValueError": 1}, {"ValueError": 1})
+        assert engines.steps["group 1, attempt 0.2"] == 1, "with the same noise"
         assert rollouts.draw.steps == [1, 2, 3], "the last place is taken by a prompt behind the last step"
 
 
@@ -214,7 +195,7 @@ class HaltingEngines(FakeEngines):
     def update_weights(self, version):
         if self.updates and not self.paused:
             self.paused = True
-            becomes_true(lambda: self.in_flight == N)
+            within(30, lambda: self.in_flight == N)
             raise RunStoppedError("policy rank 1 died in send_weights")
         super().update_weights(version)
         self.paused = False
@@ -227,7 +208,7 @@ def test_the_time_in_which_a_refit_that_broke_off_has_engines_wait_does_not_coun
         train_a_step(rollouts)
         with pytest.raises(RunStoppedError, match="send_weights"):
             rollouts.update_weights(1)
-        assert becomes_true(lambda: len(engines.cancelled) >= N)  # new ranks take longer than a group may
+        assert within(30, lambda: len(engines.cancelled) >= N)  # new ranks take longer than a group may
         rollouts.update_weights(1)
         _, _, pace = train_a_step(rollouts)
         assert pace.requeued["timeout"] >= N
@@ -256,7 +237,7 @@ def test_nobody_is_asked_while_no_engine_answers_and_the_next_update_asks_again(
     engines = MortalEngines()
     with started(engines, max_trajectory_age_steps=1) as rollouts:
         train_a_step(rollouts)
-        assert becomes_true(lambda: rollouts.ledger.count(GroupState.INFLIGHT) == 0)
+        assert within(30, lambda: rollouts.ledger.count(GroupState.INFLIGHT) == 0)
         engines.die()
         asked = len(engines.asked)
         rollouts._dispatch()
@@ -270,7 +251,7 @@ def test_an_update_that_waits_for_groups_to_end_does_not_wait_for_a_dead_engines
     engines = MortalEngines(hold=lambda ticket: 0.1 if ticket.startswith(("group 4,", "group 5,")) else 0.0)
     with started(engines, max_trajectory_age_steps=1, in_flight_weight_updates=False) as rollouts:
         train_a_step(rollouts)
-        assert becomes_true(lambda: engines.in_flight > 0)
+        assert within(30, lambda: engines.in_flight > 0)
         engines.die()
         engines.start()
         rollouts.update_weights(1)  # the ranks have other weights already: nothing is rejoined
@@ -331,7 +312,7 @@ def test_the_end_gives_up_what_is_in_flight():
     engines = FakeEngines(hold=lambda ticket: 60.0)
     began = time.monotonic()
     with started(engines) as rollouts:
-        assert becomes_true(lambda: engines.in_flight == N)
+        assert within(30, lambda: engines.in_flight == N)
     assert time.monotonic() - began < 30
     assert engines.in_flight == 0
     assert rollouts.ledger.count(GroupState.INFLIGHT) == N, "the log says that they were not answered"
@@ -378,6 +359,8 @@ def test_segments_begin_where_the_oldest_weights_of_a_group_change():
     versions = torch.tensor([[3, 3, 4, 4, -1], [3, 4, 4, 5, 5], [3, -1, -1, -1, -1]])
     group = BatchedDataDict(weight_versions=versions)
     assert versions_of(group, 9) == [Segment(0, 3), Segment(2, 4), Segment(4, 5)]
+    several_turns = BatchedDataDict(weight_versions=torch.tensor([[-1, 3, -1, 4], [2, -1, -1, -1]]))
+    assert versions_of(several_turns, 9) == [Segment(0, 2), Segment(1, 4)]
 
 
 def test_training_that_waits_for_groups_to_end_before_an_update_is_idle():
@@ -392,3 +375,139 @@ def test_training_that_waits_for_groups_to_end_before_an_update_is_idle():
         idle = pace_metrics(pace, time.monotonic())["async/trainer_idle"]
     assert pace.trainer_idle_s >= 0.9 * drained_s
     assert 0.2 < idle <= 1, "a share of the time that the update is part of"
+
+
+# Who notices that nothing moves, wherever the thread that trains stands, and what is said of both sides
+
+
+LIMIT_S, NEVER_S = 0.3, 60.0
+WATCHED = {"last_step": 9, "stall_timeout_s": LIMIT_S}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not {"rollouts", "stall watch"} & {thread.name for thread in threading.enumerate()}
+
+
+def lines_of(error):
+    """What is said of the run, of training and of the engines."""
+    _, training, engines, *_ = str(error).splitlines()
+    assert_refused(error, "stalled", f" {LIMIT_S:g} s (grpo.async_grpo.stall_timeout_s)")
+    return training, engines
+
+
+@contextmanager
+def stalls_within(seconds):
+    """The error of the block, which must come in time."""
+    began = time.monotonic()
+    with pytest.raises(RunStoppedError) as caught:
+        yield caught
+    assert LIMIT_S <= time.monotonic() - began < seconds
+
+
+def custom_reward():
+    try:
+        time.sleep(NEVER_S)
+    except Exception:  # noqa: BLE001  # as custom code likes to
+        return 0.0
+
+
+def test_code_that_never_returns_is_ended_and_both_sides_are_told():
+    engines = FakeEngines(hold=lambda _: NEVER_S)
+    train, scoring = activity.at("train"), activity.at("scoring 4 responses")
+    with stop_signals(), stalls_within(30) as stalled, started(engines, **WATCHED), train, scoring:
+        custom_reward()
+    training, engines = lines_of(stalled.value)
+    assert re.fullmatch(r"training: train \(\d+\.\d s\), scoring 4 responses \(\d+\.\d s\)", training)
+    each = (rf"group {number}, attempt 0\.1 \(\d+\.\d s\) at engine 0" for number in range(N))
+    assert re.fullmatch(rf"engines: groups in flight: {', '.join(each)}", engines)
+    assert "time.sleep(NEVER_S)" in str(stalled.value), "where it stood"
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_wait_for_groups_is_ended_whether_or_not_signals_reach_it(listening):
+    engines = FakeEngines(hold=lambda ticket: NEVER_S if "group 0" in ticket else 0.0)
+    heard = stop_signals() if listening else nullcontext()
+    with stalls_within(30) as stalled, started(engines, **WATCHED) as rollouts, heard:
+        rollouts.ledger.begin()
+        next(rollouts.leases(N))
+    training, engines = lines_of(stalled.value)
+    assert_holds(
+        training, "training: taking 3 groups at least (", ", waiting for groups to train on, 2 ready ("
+    )
+    assert re.fullmatch(
+        r"engines: groups in flight: group 0, attempt 0\.1 \(\d+\.\d s\) at engine 0", engines
+    )
+
+
+def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
+    caught = []
+
+    def train():
+        try:
+            with started(FakeEngines(hold=lambda _: NEVER_S), **WATCHED) as rollouts:
+                rollouts.ledger.begin()
+                next(rollouts.leases(N))
+        except RunStoppedError as error:
+            caught.append(error)
+
+    with stop_signals():
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(30)
+    assert not thread.is_alive()
+    lines_of(caught[0])
+
+
+def test_a_block_that_lets_a_signal_wait_is_ended_and_the_groups_that_are_there_are_told():
+    finish = activity.at("finish_train_step")
+    with (
+        stop_signals(),
+        stalls_within(30) as stalled,
+        started(FakeEngines(), **WATCHED),
+        deferred_stop_signals(),
+        finish,
+    ):
+        time.sleep(NEVER_S)
+    training, engines = lines_of(stalled.value)
+    assert training.startswith("training: finish_train_step")
+    assert engines.startswith("engines: no group is in flight: none may be asked for before a step ends")
+
+
+def test_a_block_that_is_never_cut_comes_to_its_end():
+    ended = []
+    with stop_signals(), stalls_within(30), started(FakeEngines(), **WATCHED):
+        with deferred_stop_signals(hold=True):
+            time.sleep(3 * LIMIT_S)
+            ended.append(True)
+        pytest.fail("went on")
+    assert ended
+
+
+def test_what_may_take_long_is_no_stall_but_code_inside_that_has_no_deadline_is():
+    saving, copying = activity.at("saving", timed=False), activity.at("save_checkpoint")
+    with stop_signals(), started(FakeEngines(), **WATCHED), saving, copying:
+        time.sleep(3 * LIMIT_S)
+    validation, scoring = activity.at("validation", timed=False), activity.at("scoring", timed=True)
+    with stop_signals(), stalls_within(30) as stalled, started(FakeEngines(), **WATCHED), validation, scoring:
+        time.sleep(NEVER_S)
+    assert "validation (0." in lines_of(stalled.value)[0]
+
+
+def test_a_group_or_a_step_at_a_time_is_no_stall():
+    engines = FakeEngines(hold=lambda _: 0.03)  # a token, of which a group has four
+    with stop_signals(), started(engines, **WATCHED) as rollouts:
+        for step in (1, 2):
+            rollouts.ledger.begin()
+            groups = [rollouts.groups[position] for chunk in rollouts.leases(N) for position in chunk]
+            time.sleep(0.5 * LIMIT_S)
+            rollouts.finishing()
+            rollouts.finish([rollouts.draw.rollout_of([], groups)])
+            time.sleep(0.5 * LIMIT_S)
+            rollouts.update_weights(step)
+
+
+def test_a_run_without_a_limit_is_not_watched():
+    with started(FakeEngines(), stall_timeout_s=None):
+        assert "stall watch" not in {thread.name for thread in threading.enumerate()}

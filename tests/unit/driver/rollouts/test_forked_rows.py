@@ -11,9 +11,9 @@ from nemo_rl_mcore.data.batched_data_dict import EPISODE, digests_of_rows
 from nemo_rl_mcore.data.chat import make_observer, with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.turns import Reply, conversation
 from nemo_rl_mcore.driver.rollouts.player import EpisodeForm, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.transcript import concatenate_batches, episode_metrics, require_sampled_ids
+from nemo_rl_mcore.environment.turns import Reply, conversation
 
 TURNS, NEW_TOKENS, SAMPLES = 4, 60, 3
 THINKING_FIRST = APPENDING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fake_engines import FakeDraw
-from ledger_check import check
+from ledger_machine import check
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -117,16 +117,10 @@ def test_groups_of_equal_rewards_are_left_out_and_the_next_move_up_in_a_further_
     run = sampling([1, 2], order=order)
     reported = run.train()
     # The noise of a prompt is that of the step that drew it: a call for each.
-    assert run.calls[:4] == [
-        ("answer", 1, [0, 1, 2]),
-        ("answer", 2, [3, 4, 5]),
-        "asleep",
-        ("train", [0, 3, 4]),
-    ]
-    assert [(event.position, event.reason) for event in run.told("unused")] == [
-        (1, EQUAL_REWARDS),
-        (2, EQUAL_REWARDS),
-    ]
+    asked = [("answer", 1, [0, 1, 2]), ("answer", 2, [3, 4, 5])]
+    assert run.calls[:4] == [*asked, "asleep", ("train", [0, 3, 4])]
+    unused = [(event.position, event.reason) for event in run.told("unused")]
+    assert unused == [(1, EQUAL_REWARDS), (2, EQUAL_REWARDS)]
     assert reported == {"train/dynamic_sampling_rounds": 2.0, "train/dynamic_sampling_kept": N / (N + 2)}
     assert run.ledger.dropped == {EQUAL_REWARDS: 2}
 
@@ -135,12 +129,8 @@ def test_groups_of_equal_rewards_are_left_out_and_the_next_move_up_in_a_further_
 def test_what_a_round_has_beyond_the_step_is_told_and_answered_again_by_the_next(order):
     run = sampling([1], per_round=2 * N, order=order)
     first = run.train()
-    assert run.calls[:4] == [
-        ("answer", 1, [0, 1, 2]),
-        ("answer", 2, [3, 4, 5]),
-        "asleep",
-        ("train", [0, 2, 3]),
-    ]
+    asked = [("answer", 1, [0, 1, 2]), ("answer", 2, [3, 4, 5])]
+    assert run.calls[:4] == [*asked, "asleep", ("train", [0, 2, 3])]
     assert first == {"train/dynamic_sampling_rounds": 1.0, "train/dynamic_sampling_kept": N / (N + 1)}
     assert [event.token.position for event in run.told("cancelled") if event.reason == SURPLUS] == [4, 5]
     assert run.unused() == [1, 4, 5]

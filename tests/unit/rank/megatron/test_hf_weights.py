@@ -7,6 +7,7 @@ import pytest
 import torch
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.models import all_weights, count_parameters
@@ -15,9 +16,9 @@ from nemo_rl_mcore.rank.megatron.hf_weights.files import (
     INDEX,
     ShardWriter,
     TensorFiles,
+    dequantized,
     find_weight,
     pack,
-    unpack,
     whole,
 )
 
@@ -94,20 +95,6 @@ def test_names_of_experts_count_on_from_the_ranks_first(name):
     )
 
 
-def test_names_outside_of_the_layers():
-    found = {
-        name: find_weight(name, [], 0, DENSE).names
-        for name in (
-            "embedding.word_embeddings.weight",
-            "decoder.final_layernorm.weight",
-            "output_layer.weight",
-        )
-    }
-    assert [*found.values()] == [("model.embed_tokens.weight",), ("model.norm.weight",), ("lm_head.weight",)]
-    # The last pipeline stage holds a copy of a tied embedding under this name.
-    assert find_weight("output_layer.weight", [], 0, TIED).names == ("model.embed_tokens.weight",)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -128,17 +115,6 @@ def test_all_weights_add_up_to_the_model(model):
     assert len(set(names)) == len(names) == len(shapes)
     assert sum(torch.Size(shape).numel() for shape in shapes) == count_parameters(model)
     assert ("lm_head.weight" in names) == (not model.tie_word_embeddings)
-
-
-def test_queries_keys_and_values_are_interleaved_by_group():
-    query, key, value = (torch.arange(rows).float() + at for rows, at in ((16, 0), (8, 100), (8, 200)))
-    packed = pack(QKV.packing, [query, key, value], DENSE)
-    first_group = [*range(8), *range(100, 104), *range(200, 204)]
-    second_group = [*range(8, 16), *range(104, 108), *range(204, 208)]
-    assert packed.tolist() == [*first_group, *second_group]
-    assert all(
-        (a == b).all() for a, b in zip(unpack(QKV.packing, packed, DENSE), [query, key, value], strict=True)
-    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -167,12 +143,6 @@ def test_the_parts_of_all_ranks_are_the_whole(layout, shapes, ranks):
     assert len({shard.shape for shard in shards}) == 1
     for found, wanted in zip(whole(layout, shards, shapes, model), tensors, strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_a_gated_layer_keeps_gate_and_up_apart_on_each_rank():
-    gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
-    second = pack(GATED.packing, [part[GATED.cuts(part.shape, 1, 2, DENSE)[0]] for part in (gate, up)], DENSE)
-    assert second.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
 
 
 def written(folder, tensors, shard_bytes):
@@ -237,23 +207,16 @@ def indexed(folder, file):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["relative", "absolute", "link"])
-def test_an_index_does_not_lead_out_of_its_folder(tmp_path, kind):
+def test_neither_an_index_nor_a_link_leads_out_of_the_folder(tmp_path):
     outside, folder = tmp_path / "outside.safetensors", tmp_path / "model"
     save_file({"a": torch.ones(1)}, outside)
     folder.mkdir()
-    (folder / "link.safetensors").symlink_to(outside)
-    file = {"relative": "../outside.safetensors", "absolute": str(outside), "link": "link.safetensors"}[kind]
-    with refused("outside-folder", str(outside)):
-        TensorFiles(indexed(folder, file))
-
-
-def test_weights_in_one_file_do_not_lead_out_of_their_folder(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
-    with refused("outside-folder", "outside.safetensors"):
-        TensorFiles(tmp_path / "model")
+    (folder / "model.safetensors").symlink_to(outside)
+    with refused("outside-folder", outside):
+        TensorFiles(folder)
+    for file in ("../outside.safetensors", str(outside), "model.safetensors"):
+        with refused("outside-folder", outside):
+            TensorFiles(indexed(folder, file))
 
 
 def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
@@ -289,3 +252,36 @@ def test_what_is_wrong_with_an_index_is_said(tmp_path, content, part):
     (tmp_path / INDEX).write_text(content)
     with refused("no-index", part):
         TensorFiles(tmp_path)
+
+
+# Numbers of four bits
+
+
+def quantized():
+    """Blocks of three experts with five outputs and 64 inputs, with every code, and scales far from 1."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 5, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(97, 157, (3, 5, 2), generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+def test_numbers_of_four_bits_are_those_of_transformers():
+    blocks, scales = quantized()
+    wanted = convert_moe_packed_tensors(blocks, scales)
+    found = dequantized(blocks, scales)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert found.shape == (3, 64, 5)
+    assert torch.equal(found, wanted)
+
+
+def test_a_file_holds_the_one_tensor_that_blocks_and_scales_make(tmp_path):
+    blocks, scales = quantized()
+    name, bias = "model.layers.0.mlp.experts.down_proj", torch.ones(3, 5)
+    packed = {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": bias}
+    save_file(packed, tmp_path / "model.safetensors")
+    with TensorFiles(tmp_path) as files:
+        assert files.names == {name, f"{name}_bias"}
+        assert files.shape(name) == (3, 64, 5)
+        assert files.shape(f"{name}_bias") == (3, 5)
+        found = files.read(name, (slice(1, 2), slice(0, 64), slice(2, 5)))
+    assert torch.equal(found, convert_moe_packed_tensors(blocks, scales)[1:2, :, 2:])

@@ -37,7 +37,6 @@ def recipe(tmp_path):
 
 
 def save(tmp_path, *overrides):
-    """A checkpoint, as far as it is read at load."""
     step = tmp_path / "step_1"
     step.mkdir()
     (step / "config.yaml").write_text(recipe_text(load_config(RECIPE, overrides)))
@@ -99,11 +98,10 @@ def test_one_rank_answers_where_one_of_the_run_had_room(tmp_path, of_the_run, of
 
 
 def test_the_section_eval_says_how_answers_are_drawn(recipe):
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
     sampling = [
-        "eval.temperature=0.5",
-        "eval.top_p=0.9",
         "policy.generation.max_new_tokens=2",
-        "eval.top_k=3",
+        *(f"eval.{key}={value}" for key, value in given.items()),
     ]
     config = as_evaluated(load_over_given_weights(sampling, config=recipe))
     drawn = config.policy.generation
@@ -132,18 +130,3 @@ def test_mistakes_are_told_at_load(folder, recipe, tmp_path, capsys, arguments, 
     places = {"hf": folder, "recipe": recipe, "tmp": tmp_path, "bare": RECIPE}
     assert cli.main([argument.format(**places) for argument in arguments.split()]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "eval --hf a --checkpoint b",
-        "generate --prompt x",
-        "generate --hf a --samples 0",
-        "generate --hf a --prompt 1 --samples 2 --greedy",
-    ],
-)
-def test_the_command_line_names_one_kind_of_weights(arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments.split())
-    assert ended.value.code == 2

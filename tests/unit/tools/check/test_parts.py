@@ -69,8 +69,7 @@ def test_nccl_is_needed_where_ranks_are_on_gpus():
 def test_the_driver_is_asked_by_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     told = "NVIDIA H100 80GB HBM3, 580.65.06"
-    for name, script in {"nvidia-smi": f"echo '{told}'; echo '{told}'"}.items():
-        write_script(tmp_path / name, script)
+    write_script(tmp_path / "nvidia-smi", f"echo '{told}'; echo '{told}'")
     answer = ask({"driver": ("nvidia_smi",)}, 20)["driver"]
     assert answer.facts["listed"] == [["NVIDIA H100 80GB HBM3", "580.65.06"]] * 2
     write_script(tmp_path / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
@@ -185,7 +184,6 @@ def test_each_extra_has_the_command_of_readme():
 
 
 def test_every_extra_is_looked_at():
-    """A new one is to be added to the doctor's."""
     extras = {one.extra for one in (*PACKAGES, *VLLM.values()) if one.extra}
     assert extras == {*PROJECT["optional-dependencies"]}
 

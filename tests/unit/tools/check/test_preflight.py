@@ -16,6 +16,8 @@ ONE_ROW = "policy.megatron_cfg.fused_linear_logprobs_chunk_size=1"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 CP2 = "policy.megatron_cfg.context_parallel_size=2"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
+KL = "loss_fn.reference_policy_kl_penalty=0.1"
+ALL = ("tensorboard", "transformer_engine", "vllm")
 
 
 def refused(config) -> list[str]:
@@ -117,90 +119,59 @@ def test_memory_of_the_whole_model_on_one_rank(load):
     )
 
 
-HYBRID = (
-    *(
-        "policy.model.num_layers=4",
-        "policy.model.hybrid_layer_pattern=M-M*",
-        "policy.model.mamba_num_heads=4",
-    ),
-    *("policy.model.mamba_head_dim=16", "policy.model.mamba_num_groups=2", "policy.model.mamba_state_dim=8"),
-    "policy.model.activation_func=squared_relu",
-)
+HYBRID = [
+    f"policy.model.{key}"
+    for key in (
+        *("num_layers=4", "hybrid_layer_pattern=M-M*", "mamba_num_heads=4", "mamba_head_dim=16"),
+        *("mamba_num_groups=2", "mamba_state_dim=8", "activation_func=squared_relu"),
+    )
+]
 # What is projected, the convolution, three numbers a head, two norms, and the output.
 MAMBA = (2 * 64 + 2 * 2 * 8 + 4) * 64 + 96 * 5 + 3 * 4 + 2 * 64 + 64 * 64
 ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
 
 
+BF16, MTP = "policy.precision=bfloat16", "policy.model.mtp_num_layers=1"
+EXPERTS = ("policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2")
+IN_FP32 = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
+PACKED = [
+    f"policy.sequence_packing.{key}" for key in ("enabled=true", "train_mb_tokens=64", "logprob_mb_tokens=96")
+]
+CHUNK = "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"
+EXPERT, LAYER = 3 * 64 * 128, 41_088
+PREDICTION = LAYER + 2 * 64**2 + 3 * 64
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "expected"),
     [
-        (["policy.precision=bfloat16"], "weights", 86_336 * 2),
-        (["policy.precision=bfloat16"], "gradients", 86_336 * 4),
-        (
-            [
-                "policy.precision=bfloat16",
-                "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false",
-            ],
-            "gradients",
-            86_336 * 2,
-        ),
-        (["policy.precision=bfloat16"], "optimizer", 86_336 * 12 // 2),
+        ([BF16], "weights", 86_336 * 2),
+        ([BF16], "gradients", 86_336 * 4),
+        ([BF16, f"{IN_FP32}=false"], "gradients", 86_336 * 2),
+        ([BF16], "optimizer", 86_336 * 12 // 2),
         (["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], "optimizer", 86_336 * 8),
-        (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
-        (
-            ["policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
-            "logits",
-            2 * 16 * 32 * 4 + 128 * 8 * 32,
-        ),
+        ([KL], "reference", 86_336 * 4),
+        ([CHUNK], "logits", 2 * 16 * 32 * 4 + 128 * 8 * 32),
         ([ONE_ROW], "logits", 2 * 32 * 4 + 128 * 8 * 32),
         ([ONE_ROW, TP2], "logits", 2 * 16 * 4 + 128 * 8 * 16),
         # Only the tokens of training are kept for a backward pass.
         ([ONE_ROW, "policy.logprob_batch_size=256"], "logits", 2 * 32 * 4 + 128 * 8 * 32),
         ([ONE_ROW, "policy.model.vocab_size=2000000"], "logits", 2 * 2_000_000 * 4 + 2**30),
-        (
-            [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
-            "logits",
-            2 * 128 * 8 * 32 * 4,
-        ),
-        (
-            [
-                UNFUSED,
-                "policy.sequence_packing.enabled=true",
-                "policy.sequence_packing.train_mb_tokens=64",
-                "policy.sequence_packing.logprob_mb_tokens=96",
-            ],
-            "logits",
-            2 * 96 * 32 * 4,
-        ),
+        ([UNFUSED, CHUNK], "logits", 2 * 128 * 8 * 32 * 4),
+        ([UNFUSED, *PACKED], "logits", 2 * 96 * 32 * 4),
         ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
         # Each rank has the five norms whole.
         ([TP2], "rank_parameters", (86_336 - 5 * 64) // 2 + 5 * 64),
-        ([PP2], "rank_parameters", 41_088 + 2_048 + 64),
+        ([PP2], "rank_parameters", LAYER + 2_048 + 64),
         # Two layers: half of four experts each, and the router's four rows instead of one feed-forward layer.
-        (
-            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
-            "rank_parameters",
-            86_336 + 2 * (2 - 1) * 3 * 64 * 128 + 2 * 4 * 64,
-        ),
+        ([*EXPERTS], "rank_parameters", 86_336 + 2 * (2 - 1) * EXPERT + 2 * 4 * 64),
         # On two ranks nothing else holds the same experts, so that only the other weights' state is shared.
-        (
-            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
-            "optimizer",
-            8 * ((86_336 - 2 * 3 * 64 * 128 + 2 * 4 * 64) // 2 + 2 * 2 * 3 * 64 * 128),
-        ),
-        (["policy.model.mtp_num_layers=1"], "rank_parameters", 86_336 + 41_088 + 2 * 64**2 + 3 * 64),
-        (
-            [PP2, "policy.model.mtp_num_layers=1"],
-            "rank_parameters",
-            2 * 41_088 + 2 * 64**2 + 3 * 64 + 2 * 2_048 + 64,
-        ),
+        ([*EXPERTS], "optimizer", 8 * ((86_336 - 2 * EXPERT + 2 * 4 * 64) // 2 + 2 * 2 * EXPERT)),
+        ([MTP], "rank_parameters", 86_336 + PREDICTION),
+        ([PP2, MTP], "rank_parameters", LAYER + PREDICTION + 2 * 2_048 + 64),
         ([*HYBRID], "rank_parameters", 2 * MAMBA + ATTENTION + MLP + 2 * 2_048 + 64),
         # The norms before each layer, and the last one, are whole.
-        (
-            [*HYBRID, TP2],
-            "rank_parameters",
-            (2 * MAMBA + ATTENTION + MLP + 2 * 2_048 - 4 * 64) // 2 + 5 * 64,
-        ),
+        ([*HYBRID, TP2], "rank_parameters", (2 * MAMBA + ATTENTION + MLP + 2 * 2_048 - 4 * 64) // 2 + 5 * 64),
         ([*HYBRID, PP2], "rank_parameters", MAMBA + MLP + 2_048 + 64),
     ],
 )
@@ -208,7 +179,6 @@ def test_memory_follows_the_recipe(load, overrides, field, expected):
     assert getattr(estimate_memory(load(*overrides))["policy"], field) == expected
 
 
-KL = "loss_fn.reference_policy_kl_penalty=0.1"
 GPUS = "cluster.gpus_per_node=2"
 VLLM = "policy.generation.backend=vllm"
 
@@ -227,8 +197,8 @@ VLLM = "policy.generation.backend=vllm"
         ),
     ],
 )  # fmt: skip
-def test_where_the_reference_is_kept(load, monkeypatch, overrides, place, kept):
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
+def test_where_the_reference_is_kept(load, packages, overrides, place, kept):
+    packages(*ALL)
     plan = preflight(load(KL, *overrides))
     assert f"reference policy        {place}" in shown(plan)
     assert plan.memory["policy"].reference == 86_336 * 4 * kept
@@ -244,9 +214,9 @@ def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
     assert preflight(config)
 
 
-def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
+def test_every_missing_thing_is_reported(load, tmp_path, packages):
     (tmp_path / "file").touch()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: False)
+    packages()
     config = load(
         "policy.tokenizer.name=nowhere",
         "logger.wandb_enabled=true",
@@ -264,10 +234,8 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
     assert "logger.wandb_enabled: not-installed" in texts[2]
 
 
-def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
-    monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
-    )
+def test_packages_of_other_machines_are_only_noted(load, packages):
+    packages("tensorboard")
     wandb = load("logger.wandb_enabled=true")
     plan = preflight(wandb, elsewhere=True)
     assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
@@ -275,11 +243,9 @@ def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
         preflight(wandb)
 
 
-def test_transformer_engine_must_be_installed(load, monkeypatch):
+def test_transformer_engine_must_be_installed(load, packages):
     overrides = ("cluster.gpus_per_node=2", "policy.megatron_cfg.transformer_impl=transformer_engine")
-    monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
-    )
+    packages("tensorboard")
     assert "policy.megatron_cfg.transformer_impl: not-installed" in refused(load(*overrides))[0]
     here, there = (
         preflight(load("cluster.gpus_per_node=2"), elsewhere=elsewhere) for elsewhere in (False, True)
@@ -289,22 +255,20 @@ def test_transformer_engine_must_be_installed(load, monkeypatch):
     assert there.transformer_impl == "transformer_engine"
     assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.transformer_impl"]
     assert here.missing == there.warnings == ()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
+    packages(*ALL)
     assert preflight(load(*overrides)).transformer_impl == "transformer_engine"
     assert preflight(load("cluster.gpus_per_node=2")).transformer_impl == "transformer_engine"
     assert preflight(load()).transformer_impl == "local"
 
 
-def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkeypatch):
+def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, packages):
     shared = load("cluster.gpus_per_node=2", CP2, UNFUSED)
-    monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
-    )
+    packages("tensorboard")
     assert refused(shared) == ["policy.megatron_cfg.context_parallel_size: not-installed"]
     there = preflight(shared, elsewhere=True)
     assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.context_parallel_size"]
     assert there.warnings == ()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
+    packages(*ALL)
     assert preflight(shared).transformer_impl == "transformer_engine"
 
 
@@ -315,3 +279,77 @@ def test_the_first_rows_are_shown(load):
     row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
     assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
     assert "row 3" not in pairs
+
+
+# Engines and asynchronous rollouts
+
+GENERATION = "policy.generation"
+APART = f"{GENERATION}.colocated.enabled=false"
+RUN = (APART, "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+ON_VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
+
+
+ENGINES, OF_AN_ENGINE = f"{GENERATION}.engines", f"{GENERATION}.vllm_cfg.tensor_parallel_size"
+OWN_GPUS = f"{GENERATION}.colocated.resources={{gpus_per_node: 4, num_nodes: 3}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ([], "on the training ranks"),
+        ([GPUS], "on the training ranks"),
+        ([APART], "1 embedded engine, in processes beside the ranks"),
+        ([APART, f"{ENGINES}=3", GPUS], "3 embedded engines, on GPUs beside those of the ranks"),
+        ([*ON_VLLM, f"{ENGINES}=2"], "2 vLLM engines, in processes beside the ranks"),
+        ([*ON_VLLM, GPUS], "2 vLLM engines, on the ranks' GPUs, taking turns"),
+        (
+            [*ON_VLLM, APART, GPUS, f"{OF_AN_ENGINE}=2", OWN_GPUS],
+            "6 vLLM engines of 2 processes each, on GPUs beside those of the ranks",
+        ),
+        (
+            [*ON_VLLM, GPUS, "cluster.num_nodes=4", f"{OF_AN_ENGINE}=4"],
+            "2 vLLM engines of 4 processes on 2 machines each, on the ranks' GPUs, taking turns",
+        ),
+    ],
+)
+def test_where_engines_live(load, packages, overrides, where):
+    packages(*ALL)
+    plan = preflight(load(*overrides))
+    assert plan.engines.where == where
+    assert f"  generation              {where}\n" in shown(plan)
+
+
+def test_an_engine_holds_the_whole_model_however_the_ranks_cut_it(load):
+    memory = preflight(load(APART, "policy.megatron_cfg.tensor_model_parallel_size=2")).engines.memory
+    assert memory.parameters == 86336
+    assert (memory.weights, memory.buckets, memory.total) == (86336 * 4, 2 << 26, 86336 * 4 + (2 << 26))
+
+
+@pytest.mark.parametrize("recipe", ["grpo_copy_cpu", "ppo_cpu", "sft_cpu"])
+def test_a_run_that_takes_turns_has_nothing_under_way(exemplar, recipe):
+    plan = preflight(load_config(exemplar.with_name(f"{recipe}.yaml")))
+    assert plan.asynchronous is None
+    assert "Asynchronous rollouts" not in shown(plan)
+
+
+SAVING = "checkpointing.enabled=true"
+OLDER = (SAVING, "checkpointing.save_period=5", "grpo.async_grpo.max_trajectory_age_steps=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "expected"),
+    [
+        ([*OLDER, "grpo.async_grpo.max_inflight_prompts=20"], "kept_groups", 5 * 16),
+        # 16 answers of 8 tokens to each prompt, 40 bytes a token.
+        ([*OLDER, "grpo.async_grpo.max_inflight_prompts=20"], "driver_bytes", (5 + 3) * 16 * 16 * 8 * 40),
+        (["checkpointing.enabled=false"], "kept_groups", 0),
+        ([SAVING, "checkpointing.save_period=50", "grpo.max_num_steps=3"], "kept_groups", 3 * 16),
+        (
+            [SAVING, "checkpointing.save_period=20", "grpo.max_num_steps=240"],
+            "disk_bytes",
+            240 * 16 * 16 * 8 * 40,
+        ),
+    ],
+)
+def test_groups_are_kept_until_the_next_checkpoint_and_have_their_disk(load, overrides, field, expected):
+    assert getattr(preflight(load(*RUN, *overrides)).asynchronous, field) == expected

@@ -29,8 +29,8 @@ def problems_of(folder: Path, vocab_size: int) -> list[str]:
 
 
 def write(folder: Path, content: object, name: str = "tokenizer.json") -> None:
-    text = content if isinstance(content, str) else json.dumps(content)
-    (folder / name).write_text(text)
+    text = content if isinstance(content, str | bytes) else json.dumps(content)
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -70,6 +70,7 @@ def test_ids_with_gaps_need_rows_up_to_the_highest(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
+        b"\xff\xfe{}",
         "",
         '{"model": {\n',
         [],
@@ -91,6 +92,15 @@ def test_a_file_that_the_library_refuses_is_refused(tmp_path, content):
     assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
 
 
+@pytest.mark.parametrize("content", ["{", []])
+def test_settings_that_are_not_an_object_and_a_folder_in_place_of_a_file_are_too(tmp_path, content):
+    write(tmp_path, content, "tokenizer_config.json")
+    assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
+
+
 @pytest.mark.parametrize("content", ["{", {}, None])
 def test_special_tokens_are_those_of_the_file_and_none_where_it_cannot_be_read(tmp_path, content):
     tokenizer = Tokenizer(MODELS["BPE"])
@@ -100,20 +110,6 @@ def test_special_tokens_are_those_of_the_file_and_none_where_it_cannot_be_read(t
     if content is not None:
         write(tmp_path, content)
     assert special_tokens_of(str(tmp_path)) == ([] if content is not None else ["b", "<eos>"])
-
-
-def test_bytes_that_are_not_text_and_folders_in_place_of_files_are_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe{}")
-    assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").mkdir()
-    assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
-
-
-@pytest.mark.parametrize("content", ["{", []])
-def test_settings_that_are_not_an_object_are_refused(tmp_path, content):
-    write(tmp_path, content, "tokenizer_config.json")
-    assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
 
 
 def test_a_folder_without_tokenizer_json_is_left_to_the_libraries(tmp_path):

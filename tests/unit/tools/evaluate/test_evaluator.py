@@ -1,22 +1,39 @@
-"""An evaluation over a fake engine: what it writes, how it goes on, and what it sets aside."""
+"""An evaluation over a fake engine: what it writes, how it goes on, what it sets aside, and its metrics."""
 
 import json
+import math
 import os
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.environment.games import ArithmeticEnvironment
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import FolderError
 from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 from nemo_rl_mcore.tools.evaluate import evaluate as evaluation
 from nemo_rl_mcore.tools.evaluate.evaluate import Evaluator
-from nemo_rl_mcore.tools.evaluate.samples import digest_of, enter
+from nemo_rl_mcore.tools.evaluate.samples import (
+    Estimate,
+    SampleRow,
+    digest_of,
+    enter,
+    maj_at_k,
+    over_prompts,
+    pass_at_k,
+    set_metrics,
+)
 
 RECIPE = Path(__file__).parents[4] / "examples/configs/grpo_copy_cpu.yaml"
 TOKENIZER = load_tokenizer("char")
@@ -57,8 +74,9 @@ def evaluate(folder, engine, sets=SETS, **changes):
     responder = Responder(engine, TOKENIZER, 8)
     told = []
     settings = {
-        "folder": folder, "environment": ArithmeticEnvironment(), "start": lambda: responder, "samples": SAMPLES,
-        "reward_weights": {}, "batch_size": 2, "greedy": False, "notify": told.append, **changes,
+        "folder": folder, "environments": {"": LocalEnvironments(ArithmeticEnvironment())},
+        "start": lambda: responder, "samples": SAMPLES, "batch_size": 2, "greedy": False,
+        "notify": told.append, **changes,
     }  # fmt: skip
     return Evaluator(**settings).evaluate(sets), told
 
@@ -211,3 +229,72 @@ def test_the_digest_is_of_what_is_asked_and_scored():
 def test_a_folder_that_is_gone_is_told_by_its_key(tmp_path):
     with pytest.raises(FolderError, match=r"^logger\.log_dir: .*/gone .*\(No such"):
         enter(tmp_path / "gone", IDENTITY, print)
+
+
+# Metrics, against the enumeration of all subsets and by hand
+DRAWN = st.lists(st.tuples(st.sampled_from([None, 0, 1, 2, 3]), st.booleans()), min_size=1, max_size=8)
+
+
+def scored(reward, tokens, finished, vote):
+    return SampleRow(0, 0, "", "", reward, None, "", tokens, finished, vote)
+
+
+def elected(subset, votes):
+    """The place of the sample that a subset elects, by counting."""
+    counts = Counter(votes[place] for place in subset if votes[place] is not None)
+    if not counts:
+        return None
+    most = max(counts.values())
+    return next(place for place in subset if counts.get(votes[place]) == most)
+
+
+def test_pass_at_k_stays_exact_where_factors_would_round():
+    assert pass_at_k([True] + [False] * 9999, 1) == 1e-4
+    assert pass_at_k([True] + [False] * 9999, 5000) == 0.5
+
+
+@given(DRAWN)
+def test_both_equal_the_enumeration_of_all_subsets(samples):
+    votes, correct = [vote for vote, _ in samples], [right for _, right in samples]
+    for k in range(1, len(samples) + 1):
+        subsets = [*combinations(range(len(samples)), k)]
+        passing = sum(any(correct[place] for place in subset) for subset in subsets)
+        winners = [elected(subset, votes) for subset in subsets]
+        right = sum(place is not None and correct[place] for place in winners)
+        assert pass_at_k(correct, k) == passing / len(subsets)
+        assert maj_at_k(votes, correct, k) == right / len(subsets)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("metric", [pass_at_k, lambda correct, k: maj_at_k([0, 1], correct, k)])
+def test_more_samples_than_there_are_cannot_be_drawn(metric, k):
+    with refused("too-few-samples", f"k = {k} ", 2):
+        metric([True, False], k)
+
+
+def test_the_error_is_of_means_of_prompts():
+    # By samples it would be the standard deviation of 0, 0, 1, 1 over 2.
+    found = over_prompts([0.0, 1.0])
+    assert found == Estimate(0.5, pytest.approx(math.sqrt(0.5) / math.sqrt(2)))
+    values = [0.1, 0.7, 0.4]
+    assert over_prompts(values) == Estimate(
+        pytest.approx(mean(values)), pytest.approx(stdev(values) / 3**0.5)
+    )
+    assert over_prompts([0.3]) == Estimate(0.3, None)
+
+
+def test_a_set_by_hand():
+    one = [scored(1.0, 4, True, 0), scored(0.5, 8, False, 1)]
+    other = [scored(0.0, 2, True, 0), scored(0.0, 2, True, 0)]
+    found = {name: estimate.mean for name, estimate in set_metrics([one, other], [1, 2]).items()}
+    assert found == {
+        "reward": 0.375,
+        "accuracy": 0.25,
+        "pass@1": 0.25,
+        "pass@2": 0.5,
+        "maj@1": 0.25,
+        "maj@2": 0.5,
+        "tokens": 4.0,
+        "truncated": 0.25,
+    }
+    assert set_metrics([one, other], [1])["accuracy"].stderr == 0.25

@@ -89,7 +89,7 @@ def test_the_page_is_sound_and_whole(browser, page, width):
 def test_tokens_are_coloured_by_what_is_chosen_and_turns_stand_apart(browser, page):
     shown = Shown(browser, page, 1280)
     assert shown.texts(".answer .turn > b") == [
-        *("prompt", "answer 1, reward 0.25", "observation", "answer 2, reward 0.5", "right answer"),
+        *("prompt", "answer 1, reward 0.25", "observation", "answer 2, reward 0.5", "right answer")
     ]
     colours = "[...document.querySelectorAll('.token')].map(token => getComputedStyle(token).backgroundColor)"
     by_logprob = shown.page.evaluate(colours)
@@ -122,14 +122,6 @@ def test_answers_are_found_sorted_and_chosen(browser, page):
     shown.require_sound()
 
 
-def test_a_curve_tells_its_values_under_the_pointer(browser, page):
-    shown = Shown(browser, page, 1280)
-    shown.page.locator("#train\\/entropy .plot").hover()
-    shown.page.wait_for_selector("#train\\/entropy .hoverlayer text", timeout=5_000)
-    hovered = " ".join(shown.texts("#train\\/entropy .hoverlayer text"))
-    assert "one: train/entropy : 3" in hovered
-
-
 def test_a_folder_with_hardly_anything_has_a_page(browser, tmp_path):
     write_results(tmp_path)
     shown = Shown(browser, write_page([read_run(tmp_path)], tmp_path / "report.html"), 400)
@@ -146,12 +138,11 @@ def test_a_long_row_of_an_episode_is_shown_as_far_as_it_is_kept(browser, tmp_pat
     shown.require_sound()
     assert shown.page.locator(".token").count() == 2000
     assert shown.texts(".answer .turn > b")[1:5] == [
-        *("answer 2, reward 0.25", "observation", "answer 3, reward 0.5", "18005 more tokens"),
+        *("answer 2, reward 0.25", "observation", "answer 3, reward 0.5", "18005 more tokens")
     ]
 
 
 def figures(browser, folder, metrics, expression):
-    """What the page's script makes of these rows."""
     shown = Shown(browser, write_page([read_run(write_run(folder, metrics))], folder / "report.html"), 400)
     shown.require_sound()
     return shown.page.evaluate(expression)
@@ -163,7 +154,7 @@ WATERFALL = "(({data: [bar]}) => [bar.y, bar.x, bar.base])(waterfall(phasesOf(da
 def test_the_waterfall_is_the_median_step_and_adds_up(browser, tmp_path):
     metrics = rows(5, **{"timing/train": lambda step: 0.25 if step < 5 else 0.4})
     assert figures(browser, tmp_path / "one", metrics, WATERFALL) == [
-        *(["generation", "training", "the rest"], [0.5, 0.25, 0.25], [0, 0.5, 0.75]),
+        *(["generation", "training", "the rest"], [0.5, 0.25, 0.25], [0, 0.5, 0.75])
     ]
     beside = rows(5, **{"async/trainer_idle": 0.5})
     names = figures(browser, tmp_path / "beside", beside, WATERFALL)[0]

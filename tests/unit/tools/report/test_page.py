@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from run_folder import HOSTILE, rows, write_events, write_run
 
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.tools.report import page, read_run
-from nemo_rl_mcore.tools.report.page import differences, faults, summary
+from nemo_rl_mcore.tools.report.page import differences, faults, findings_of, summary
+from nemo_rl_mcore.tools.report.run_data import RunData
 
 
 def content(page):
@@ -129,3 +131,112 @@ def test_recipes_are_compared_key_by_key(tmp_path, known):
     assert found == (
         [["grpo.max_num_steps", "5", "6"]] if known else [["seed", "1", ""], ["grpo.max_num_steps", "5", ""]]
     )
+
+
+# What to look at
+
+
+def found(metrics, tmp_path, **known):
+    numbered = [{"step": float(step), **row} for step, row in enumerate(metrics, 1)]
+    return findings_of(RunData(tmp_path, numbered, **known))
+
+
+LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 else value}["steps"]
+NO_FINDING = {
+    "healthy": {
+        **{"train/entropy": lambda step: 3 - step / 50, "train/kl_penalty": 0.01, "train/grad_norm": 1.0},
+        **{
+            "train/token_mult_prob_error": 1.002,
+            "train/truncation_rate": 0.05,
+            "train/probs_ratio_clipfrac": 0.1,
+        },
+        **{
+            "async/ess": 0.97,
+            "async/trainer_idle": 0.1,
+            "async/engine_idle": 0.2,
+            "train/skipped_steps": 0.0,
+        },
+        **{"train/reward_min": 0.0, "train/reward_max": 1.0},
+    },
+    "a task that is learnt leaves nothing to explore": {
+        **{"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(1.0, 0.1)},
+        **{"train/reward_min": LATE(1.0, 0.0), "train/reward_max": 1.0},
+    },
+    "a cost that has become nothing is learnt": {
+        **{"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(-0.02, -0.9)},
+        **{"train/reward_min": -1.0, "train/reward_max": 0.0},
+    },
+    "a reward that is not finite has not fallen": {
+        "train/reward": lambda step: math.nan if step == 1 else step / 40
+    },
+}
+
+
+@pytest.mark.parametrize("columns", NO_FINDING.values(), ids=NO_FINDING)
+def test_what_is_as_it_should_be_gives_no_finding(tmp_path, columns):
+    assert found(rows(40, **columns), tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "words", "panel"),
+    [
+        ({"train/entropy": LATE(0.05, 3.0)}, "Entropy has collapsed, from 3 to 0.05", "train/entropy"),
+        (
+            {"train/token_mult_prob_error": LATE(1.2)},
+            "by a factor of up to 1.2 per token",
+            "train/token_mult_prob_error",
+        ),
+        ({"train/reward": LATE(0.1, 0.9)}, "was 0.9 at step 10 and is 0.1 now", "train/reward"),
+        ({"validation/reward": LATE(0.1, 0.9)}, "was 0.9 at step 1 and is 0.1 now", "validation/reward"),
+        ({"train/truncation_rate": LATE(0.6)}, "60% of the answers", "train/truncation_rate"),
+        ({"train/loss": lambda step: math.nan if step == 7 else 1.0}, "not finite in step 7:", "train/loss"),
+        ({"train/skipped_steps": 3.0}, "3 steps had no update", "train/grad_norm"),
+        (
+            {"train/reward_min": 0.0, "train/reward_max": 0.0},
+            "last 40 steps have the same reward, 0",
+            "train/reward_std",
+        ),
+        ({"async/ess": LATE(0.3)}, "effective sample of only 30%", "async/ess"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "/" in value else "",
+)
+def test_each_rule_tells_of_its_case(tmp_path, columns, words, panel):
+    findings = found(rows(40, **columns), tmp_path)
+    assert [finding.panel for finding in findings] == [panel]
+    assert words in findings[0].text
+
+
+def test_noise_is_no_fall(tmp_path):
+    """Of a reward that stays where it is, its best is always above its last."""
+    noise = random.Random(1)
+    for _ in range(20):
+        assert found(rows(60, **{"train/reward": lambda _: noise.gauss(0.5, 0.05)}), tmp_path) == []
+        assert found(rows(60, **{"validation/reward": lambda _: noise.gauss(0.5, 0.01)}), tmp_path) == []
+
+
+def test_answers_of_older_weights_are_no_mismatch(tmp_path):
+    columns = {"train/token_mult_prob_error": 1.2, "async/age_max": LATE(1.0, 0.0)}
+    [finding] = found(rows(40, **columns), tmp_path)
+    assert "in 20 of 20 steps" in finding.text
+    assert found(rows(40, **columns | {"async/age_max": 1.0}), tmp_path) == []
+
+
+def test_a_run_that_has_not_all_its_steps_is_told(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    recipe = {"grpo": {"max_num_steps": 40}}
+    for steps in (0, 19):
+        [finding] = found(rows(steps), tmp_path, recipe=recipe)
+        assert finding.text.startswith(f"The run has {steps} of 40 steps")
+    assert found(rows(40), tmp_path, recipe=recipe) == []
+    assert found(rows(2), tmp_path, recipe={"sft": {"max_num_steps": "many"}}) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_hardly_any_steps_are_no_trouble(tmp_path, count):
+    columns = {
+        "train/entropy": 1.0,
+        "train/grad_norm": math.nan,
+        "async/ess": math.nan,
+        "validation/reward": 0.5,
+    }
+    assert len(found(rows(count, **columns), tmp_path)) == (count > 0)
