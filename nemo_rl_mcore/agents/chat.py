@@ -261,7 +261,7 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
 
 
 def calls_of(call: Call, functions: Sequence[Function]) -> tuple[ToolCall, ...]:
-    """Return an answer's calls of functions, with ids that depend on the sampled tokens alone."""
+    """Return an answer's function calls, with ids that depend on the sampled tokens alone."""
     drawn, calls = "", list[ToolCall]()
     for ids in (call.prompt_P, call.answer_N):
         drawn += f"{hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()}."

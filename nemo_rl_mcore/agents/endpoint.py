@@ -58,8 +58,8 @@ def chains_of(calls: Sequence[Call]) -> list[list[Call]]:
     """Return the calls of each training row, in order.
 
     A call continues a row if its prompt begins with all of the row's tokens, sampled ones included; else it begins a
-    row, with its whole prompt as context. So each sampled token is in one row, behind the tokens it was sampled after,
-    whatever a harness edits, compacts, retries or requests in parallel.
+    row, with its whole prompt as context. So each sampled token is in one row, after the tokens from which it was
+    sampled, whatever a harness edits, compacts, retries or requests in parallel.
     """
     chains: list[list[Call]] = []
     for call in calls:

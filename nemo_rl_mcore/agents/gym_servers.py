@@ -2,9 +2,9 @@
 
     PYTHON -P gym_servers.py
 
-The first line of standard input holds the settings; each later one a row to play, or the number of a row to give up.
-Standard output gets a line once the servers are ready, and one for each played row. All lines are JSON. The end of the
-input ends the servers.
+The first line of standard input holds the settings; each later one is a row to play, or the number of one to give up.
+Standard output gets a line once the servers are ready, and one for each played row. All lines are JSON. The servers
+stop when standard input ends.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Run:
 
     @contextmanager
     def _told(self, problems: Sequence[Problem] = ()) -> Generator[None]:
-        """Add to recipe problems where in Python their key is set, and raise them together with known problems."""
+        """Add the Python location of its key to each recipe problem, and raise all together with known problems."""
         try:
             yield
         except (ConfigError, RunStoppedError) as error:

@@ -120,7 +120,7 @@ class RewardShapingConfig(Switched):
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """Penalty at max_response_length."""
     max_response_length: PositiveInt | None = None
-    """Response length, in tokens, with the full penalty; null only if enabled is false."""
+    """Response length, in tokens, penalized by overlong_buffer_penalty; null only if enabled is false."""
 
     rules = (
         Rule(

@@ -68,7 +68,7 @@ class Problem:
         return self.code == "has-no-effect"
 
     def below(self, prefix: str) -> "Problem":
-        """Return the same problem seen from the parent section `prefix`."""
+        """Return the same problem with its path below the section `prefix`."""
         return self.at(lambda path: join_path(prefix, path))
 
     def at(self, key: "Key") -> "Problem":

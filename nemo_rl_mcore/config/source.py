@@ -274,8 +274,8 @@ def with_defaults(given: object, default: object) -> object:
 def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -> dict[str, object]:
     """Return a validation section with its missing keys filled from data.train.
 
-    A section with dataset_name inherits only the texts around prompts; with data_path, also the columns; with neither,
-    it is another split of the same data set.
+    A section with dataset_name inherits only the texts around prompts; one with data_path also inherits the columns;
+    one with neither is another split of the same data set.
     """
     if validation.get("dataset_name") is not None:
         keys = [*SourceDefaults.model_fields]

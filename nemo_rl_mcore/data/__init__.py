@@ -1,4 +1,4 @@
-"""The batch, its tokenizer and where prompts come from."""
+"""Batches, tokenizers and sources of prompts."""
 
 from typing import TYPE_CHECKING
 

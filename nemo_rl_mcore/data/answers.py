@@ -89,7 +89,7 @@ class PreferenceSource:
     """A DPO run's pairs: one for each prompt, in 2 rows, chosen then rejected.
 
     made_up: prompts are of an embedded task, without rejected answers; the right answer is then paired with one whose
-    first and last digits are swapped or, if they are equal, whose last digit is another.
+    first and last digits are swapped or, if they are equal, whose last digit is changed.
     """
 
     prompts: PromptSource
@@ -130,7 +130,7 @@ def conversation_row(
 ) -> TokenRow:
     """Encode a conversation that ends with the answer, and train on that answer or on all of the assistant's turns.
 
-    A trained turn begins behind its generation prompt and ends with the last end-of-answer token, or with the turn if
+    A trained turn begins after its generation prompt and ends with the last end-of-answer token, or with the turn if
     the template writes none. `ChatTemplate.imitated` may extend it to the template's text around the answer, and
     `add_eos` adds an end of sequence to the row. Raises ValueError for a template that rewrites earlier turns: the
     model would not answer with such tokens.
@@ -168,7 +168,7 @@ def _borders(
     tokenizer: Tokenizer,
     tools: Tools,
 ) -> tuple[int, int]:
-    """Return a turn's start and end in the text; prompt: the rendering that the model would answer there."""
+    """Return a turn's start and end in the text; prompt: the rendered text that the model would answer there."""
     before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
     opening, start = prompt.text.removeprefix(before.text), prompt
 

@@ -135,7 +135,7 @@ class BatchedDataDict(dict[str, Any]):
     ) -> list[Self]:
         """Split the rows into `shards` equal batches of whole samples, in order; an episode counts as one row.
 
-        `batch_size` is the rows of an optimizer step: each run of so many rows is split separately, so that step k
+        `batch_size` is the rows of an optimizer step: each group of that many rows is split separately, so that step k
         trains on the same rows for any number of shards. Raises ValueError where a division has a remainder.
         """
         samples = self.samples(rows_per_sample)

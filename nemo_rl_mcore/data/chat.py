@@ -142,7 +142,7 @@ class Observer:
     ) -> list[int] | None:
         """Encode the whole conversation again if the template rewrites it; None if the ids so far stay valid.
 
-        A template that drops earlier thoughts does so. messages: from the prompt on, ending with the answer.
+        A template that drops earlier thoughts rewrites it. messages: from the prompt on, ending with the answer.
         Raises ValueError as `ids_of` does.
         """
         tools, start, answer = prompt.tools, len(prompt.context), messages[-1].content
@@ -273,7 +273,7 @@ def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendere
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] and whole[0] in tokenizer.ends:
         return whole[1:]  # the template ends a turn only once another one follows
-    # A token that joins the turn's end to the text behind it belongs to neither.
+    # A token that joins the turn's end to the text after it belongs to neither.
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
     ending = [token for token, _ in equal]
     if answer_ids and answer_ids[-1] in tokenizer.ends and answer_ids[-1] in ending:

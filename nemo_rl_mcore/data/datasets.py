@@ -70,7 +70,7 @@ class PromptSource(Protocol):
         ...
 
     def validation(self, count: int | None) -> list[Prompt]:
-        """Return `count` held-out prompts, the same at every call and for every seed; None: all, of rows only."""
+        """Return `count` held-out prompts, the same at every call and for every seed; None: all (rows only)."""
         ...
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
@@ -93,8 +93,8 @@ class DigitTaskSource(PromptSource):
     calculator: the prompt is two numbers, "37+25>", the answer their sum, "00062". guess_number: the prompt is two
     bounds, "27>", once for each number between them, which is the answer.
 
-    A hash of the text holds out a tenth, the same for every seed and every task of one answer: a model trained on one
-    task and then on another never sees a validation prompt.
+    A hash of the text selects a held-out tenth, the same for every seed and every single-answer task: a model trained
+    on one task and then on another never sees a validation prompt.
 
     count_keys: keys for errors, of a step's and a validation's number of prompts. show: renders a prompt for the model.
     """
@@ -175,8 +175,8 @@ def shuffled(size: int, key: str) -> Iterator[int]:
 class EpochSource(PromptSource):
     """Passes over rows, each in its own random order; a step takes the next `per_step` rows.
 
-    A step may begin in one pass and end in the next. It holds no row twice: one that it already has waits for the
-    next step.
+    A step may begin in one pass and end in the next. No row occurs twice in a step: a repeated row waits for the next
+    step.
 
     weights: each source's relative probability of giving the next row; null: one pass over all sources' rows.
     shuffle: false keeps the rows' order in each pass.

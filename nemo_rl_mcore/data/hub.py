@@ -211,7 +211,7 @@ def has_tokenizer(name: str) -> bool:
 
 
 def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> Problem:
-    """Return the problem of a tokenizer with more ids than embeddings; lacking: tokens without one."""
+    """Return a problem if a tokenizer has more ids than there are embeddings; lacking: tokens without an embedding."""
     name, there = policy.tokenizer.name, policy.model.vocab_size
     without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
     if policy.weights is not None:

@@ -1,7 +1,7 @@
 """Split a batch into microbatches, and put their results back into the batch's order.
 
 Each of three layouts has `groups`, the rows of each microbatch (every row in exactly one, whole samples), and `build`,
-a microbatch for each group; for an empty group that is one sample of filling or more.
+a microbatch for each group; for an empty group it consists of filling, at least one sample.
 
 Shapes: B rows and S columns of a microbatch, N rows of the batch in it.
 """
@@ -49,7 +49,7 @@ class Microbatch:
 
     @property
     def whole(self) -> Microbatch:
-        """The undivided microbatch, where ranks hold a part of it each; else this one."""
+        """The undivided microbatch if each rank holds only a part of it; otherwise this one."""
         return self
 
     @property
@@ -142,7 +142,7 @@ def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: i
 class TokenBudget:
     """A microbatch's tokens; longer rows are refused earlier, by `data.validation`.
 
-    length_round: padded lengths are rounded up to a multiple of this if the budget has room, to keep shapes few.
+    length_round: padded lengths are rounded up to a multiple of this if the budget has room, so that few shapes occur.
     column_multiple: a multiple that the layout needs; rounding up to it may exceed the budget.
     """
 
@@ -219,7 +219,7 @@ class DynamicRows:
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
     """Return bins of indices whose lengths add up to at most `capacity`; raises ValueError for a length above it.
 
-    Longest first, equal ones in the given order, each goes into the first bin with room.
+    Indices are placed longest first, ties in the given order, each into the first bin with room.
     """
     bins: Groups = []
     room: list[int] = []
@@ -240,7 +240,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
 class PackedMicrobatch(Microbatch):
     """Rows that pass through the model as one, without padding between them.
 
-    Losses do not notice: the model's values for the packed row's L tokens are first unpacked into rows.
+    Losses are unaffected: the model's values for the packed row's L tokens are first unpacked into rows.
 
     sources: int64, each packed token's place in the flattened [B, S] rows; padding follows.
     lengths: tokens of each row of `rows`, with the padding behind them.
@@ -278,7 +278,7 @@ class PackedRows:
 
     A sample of several rows above the budget raises its batch's budget.
     equal_columns: pad a batch's packed rows to the longest of them, for pipeline stages.
-    row_multiple: pad each row in them to a multiple of so many tokens, for context parallelism.
+    row_multiple: pad each row in them to a multiple of this many tokens, for context parallelism.
     """
 
     budget: TokenBudget

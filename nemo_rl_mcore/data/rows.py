@@ -178,7 +178,7 @@ def _loaded(path: str, subset: str | None = None, *, saved: bool = False, **opti
         if Path(path).is_file():
             format, options["data_files"] = _LIBRARY_FORMATS[Path(path).suffix], [path]
         if format == "csv":
-            # Cells are text; else 007 becomes 7, 72 next to 1.5 becomes 72.0, and "None" becomes null.
+            # Cells are read as text; otherwise 007 becomes 7, 72 next to 1.5 becomes 72.0, and "None" becomes null.
             import pandas
 
             columns = pandas.read_csv(path, nrows=0).columns

@@ -37,7 +37,7 @@ _TOO_LONG = "row-length"
 
 @dataclass(frozen=True)
 class RowLimits:
-    """A run's limits for rows; kind: of rows that are not trained on, in place of the recipe's."""
+    """A run's limits for rows; kind: replaces the recipe's kind, for rows that are not trained on."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class RowLimits:
             yield shown
 
     def whole(self, prompt: Prompt, *, sampled: bool) -> Prompt:
-        """Render a prompt; raises ValueError: (code row-length) too long, (code unknown-environment) no such section.
+        """Render a prompt; raises ValueError if it is too long or names an environment that has no section.
 
         sampled: the policy answers it.
         """
@@ -157,7 +157,7 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         arguments = {"seed": config.seed, **(data.args or {})}
         own = build(data.type, "data.type", arguments, needs=("train_batch", "validation"))
         return OwnSource(cast("PromptSource", own), limits)
-    # The keys of the numbers of prompts in a step and in a validation.
+    # The keys that set the numbers of prompts in a step and in a validation.
     name, key = config.algorithm, "policy.train_global_batch_size"
     keys = key, f"{name}.max_val_samples or {name}.val_batches"
     if isinstance(config.loop, RolloutConfig):

@@ -79,7 +79,7 @@ def load_tokenizer(
     """Load the tokenizer `policy.tokenizer.name`: `char`, or a local Hugging Face folder.
 
     parse_content: read special tokens in rows and environments as control tokens. ends: the model's end ids. stops:
-    further ids that end a response; the text of ordinary tokens among them belongs to it.
+    further ids that end a response; if they are ordinary tokens, their text belongs to it.
     """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer(ends)
@@ -110,7 +110,7 @@ class _Answering(Protocol):
 
 
 class CharTokenizer(_Answering):
-    """One token per character, of 32 characters; texts may not hold the two for end and padding."""
+    """One token for each of 32 characters; texts may not contain the two that mean end and padding."""
 
     special_tokens: Sequence[str] = ()
     opening = ""
@@ -236,7 +236,7 @@ class HuggingFaceTokenizer(_Answering):
 
     @cached_property
     def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
-        """The copy with the marks as added tokens, and the control id behind each mark."""
+        """Return a copy with the marks as added tokens, and the control id for which each mark stands."""
         from tokenizers import AddedToken
 
         marks = [AddedToken(_BREAK, normalized=False, special=False)]
@@ -251,7 +251,7 @@ class HuggingFaceTokenizer(_Answering):
         return copied, {known[_BREAK]: None, **meant}
 
     def fewest_tokens(self, characters: int) -> int:
-        """Return a lower bound on the tokens in a text of so many characters."""
+        """Return a lower bound on the tokens in a text with this many characters."""
         if self._longest_token is None:
             # Some tokenizers drop spaces, or have one token for a run of unknown characters.
             longest = max(map(len, self._tokenizer.get_vocab()))
@@ -272,7 +272,7 @@ class HuggingFaceTokenizer(_Answering):
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        """Render a conversation in the chat template; raises ValueError without one, and for messages that it refuses.
+        """Render a conversation with the chat template; raises ValueError without one, and for messages it refuses.
 
         tools: functions in OpenAI's form. goes_on: leave the last message open, for an answer to continue.
         """

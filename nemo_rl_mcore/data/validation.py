@@ -38,7 +38,7 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a batch's key, or of its rows if `key` is empty; code: the broken rule's."""
+    """A problem with a key of the batch, or with rows if `key` is empty; code: the broken rule's."""
 
     code: str
     key: str
@@ -57,11 +57,11 @@ class BatchCheck:
     """A model's limits. Each method raises one BatchError with all of a batch's problems.
 
     Row numbers are those of the given batch: the caller's on the driver, the shard's on a rank. Ranks with the same
-    shard refuse alike; a data-parallel peer, with other rows, may find nothing wrong.
+    shard find the same problems; a data-parallel peer, with other rows, may find none.
 
-    vocab_size, positions: the model's. budgets: tokens per microbatch, and so the most per row; None for microbatches
-    of a fixed number of rows. layers: the part of the model that needs lengths in training, if any. routes: numbers of
-    MoE layers, of experts per token and of experts, for router replay; None without it.
+    vocab_size, positions: the model's. budgets: tokens per microbatch, and thus the maximum per row; None for
+    microbatches of a fixed number of rows. layers: the part of the model that needs lengths in training, if any.
+    routes: numbers of MoE layers, of experts per token and of experts, for router replay; None without it.
     """
 
     vocab_size: int
@@ -230,7 +230,7 @@ class BatchCheck:
 
 
 def _token_mask(found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
-    """Check token_mask and, given lengths, that no token behind them counts."""
+    """Check token_mask and, given lengths, that no token beyond them counts."""
     mask_BS = found.mask("token_mask", "BS")
     if mask_BS is not None and lengths_B is not None:
         behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
@@ -270,7 +270,7 @@ class _Findings:
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def tensor(self, key: str, needed_by: str, shape: str) -> Tensor | None:
-        """Return the key's tensor, or note that it is missing, no tensor or of another shape, and return None."""
+        """Return the key's tensor; if it is missing, not a tensor or of another shape, note this and return None."""
         value = self.data.get(key)
         if value is None:
             self.note("missing", key, f"missing, and {needed_by} needs it; the batch has {sorted(self.data)}")

@@ -38,9 +38,9 @@ class GenerationCancelledError(RuntimeError):
 class Sampling:
     """Sampling parameters and ends of responses.
 
-    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, with its
-    log-probability at temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all. longest: maximum
-    tokens of prompt and response together, None for no limit; see `ops.sampling.bound_of`.
+    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the most probable token, with
+    its log-probability at temperature 1. top_k and top_p keep only the most probable tokens; None and 1 keep all.
+    longest: maximum tokens of prompt and response together, None for no limit; see `ops.sampling.bound_of`.
     """
 
     max_new_tokens: int
@@ -100,7 +100,7 @@ class Engine:
     """The base of an engine's actor. If its methods are coroutines, calls overlap, and weights change in between.
 
     `generate(requests, sampling, version, ticket="")` returns responses in the order of the requests. version: the
-    weights' required version, otherwise WrongWeightsError; None accepts any, also several in one response. ticket: name
+    weights' required version, otherwise WrongWeightsError; None accepts any, even several in one response. ticket: name
     of this group of requests for `cancel(ticket)`, which makes the call raise GenerationCancelledError.
     `next_logprobs(prompts, temperature)` returns the log-probabilities of all next tokens after each prompt, computed
     as in `generate`; it changes no state.

@@ -61,7 +61,7 @@ NO_SUM = f"e{PROMPT_END}"
 
 @dataclass(frozen=True)
 class _Task:
-    """A question and its progress; shown: the last result, called: the value of its call, up to 1/2."""
+    """A question and its progress; shown: the last result; called: the call's value, up to 1/2."""
 
     question: str
     answer: str

@@ -21,7 +21,7 @@ type Rewards = Iterable[SupportsFloat | None]
 
 
 class EnvironmentReturn(NamedTuple):
-    """Replies to B answers, after NeMo RL's tuple of this name.
+    """Replies to B answers, modelled on NeMo RL's tuple of this name.
 
     observations: messages with `role` and `content`; ignored at the end of an episode. metadata: passed with the next
     answer. next_stop_strings: end the next answer, besides the recipe's. rewards: fp [B], or several of them by name;

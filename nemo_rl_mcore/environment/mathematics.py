@@ -117,7 +117,7 @@ class MathEnvironment:
         return why
 
     def _gold(self, given: str) -> tuple[_Meaning, str | None]:
-        """Return a data answer's meaning, and the reason if no response can equal it."""
+        """Parse a data answer; also return the reason why no response can equal it, or None."""
         text = given.strip() if self.gold is None else self.gold.extract(given)
         if text is None:
             assert self.gold is not None
@@ -232,6 +232,6 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Cut a message, since it quotes the whole answer that took too long to read; every record is logged."""
+    """Shorten a message that quotes the whole answer that took too long to read; every record is logged."""
     record.msg, record.args = shortened(record.getMessage(), 500), ()
     return True

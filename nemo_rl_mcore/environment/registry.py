@@ -1,4 +1,4 @@
-"""The environment of the section `env`, and the process that runs it."""
+"""Build the environment that the section `env` describes, and run it in a process."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Reply:
     flaws: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the non-empty fields but for the metadata, as JSON."""
+        """Return the non-empty fields as JSON, without the metadata."""
         given: dict[str, Any] = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],

@@ -1,4 +1,4 @@
-"""Loss functions: sums over a batch with a named denominator, divided once."""
+"""Loss functions: sums over a batch, each with a named denominator, divided once."""
 
 from nemo_rl_mcore.losses.answers import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.losses.base import (

@@ -26,7 +26,7 @@ from nemo_rl_mcore.losses.base import (
 
 
 class NLLLossFn(TokenLossFunction):
-    """Minus the mean log-probability over the valid tokens."""
+    """The negative mean log-probability of the valid tokens."""
 
     loss_type = LossType.TOKEN_LEVEL
 
@@ -52,7 +52,7 @@ _REFERENCE = Column("reference_policy_logprobs", "DPO", of_next_token=True)
 
 
 class DPOLossFn(TokenLossFunction):
-    """Minus the log-sigmoid of the margin between the rewards of the chosen and the rejected answer.
+    """The negative log-sigmoid of the margin between the chosen and the rejected answer's rewards.
 
     Unlike elsewhere `reference_policy_logprobs` [B,S] arrives rolled left by one: column i is log p of token i+1.
     """
@@ -110,5 +110,5 @@ def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:
 
 
 def _over_pairs(values_P: Tensor, kept_P: Tensor) -> Tensor:
-    """Return the sum over the kept pairs, doubled: it is divided by the valid rows, of which a pair has two."""
+    """Return twice the sum over the kept pairs, because it is divided by the valid rows, two for each pair."""
     return _ROWS_PER_PAIR * (values_P * kept_P).sum()

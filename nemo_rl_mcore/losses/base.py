@@ -2,8 +2,8 @@
 
 Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i belongs to token i+1.
 A sequence is a row or, where the batch has `episode_index`, all rows of an episode.
-Masked positions are replaced by zero before any arithmetic, so NaN or infinity there reaches neither a value
-nor a gradient.
+Masked positions are replaced by zero before any arithmetic, so NaN or infinity there affects neither values nor
+gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -52,7 +52,7 @@ _OF_TEACHER = tuple(
 
 
 class MetricKind(Enum):
-    """A metric's way of combining over parts of a batch, and its divisor in the end."""
+    """The rule for combining a metric over parts of a batch, and its final divisor."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -85,7 +85,7 @@ class ValueOutputs:
 class TopKLogprobs:
     """Log-probabilities under the full vocabulary at k ids, [B,S-1,k], column i for token i+1.
 
-    tail_logmass: [B,S-1], the log of the probability of all other ids; None is one minus the sum of the k.
+    tail_logmass: [B,S-1], the log of the probability of all other ids; if None, one minus the k ids' sum is used.
     """
 
     logprobs: Tensor
@@ -103,7 +103,7 @@ class DistillationOutputs:
 
 @dataclass(frozen=True)
 class MetricSum:
-    """A metric of part of a batch: a 0-d detached tensor. A minimum of nothing is +inf, a maximum -inf."""
+    """A metric of part of a batch: a 0-d detached tensor; without values, a minimum is +inf, a maximum -inf."""
 
     value: Tensor
     kind: MetricKind
@@ -111,7 +111,7 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class LossSums:
-    """A loss before its division (0-d, carries the gradient) and its metrics; row_table: [B, N], never summed."""
+    """A loss before its division (0-d, with its gradient) and its metrics; row_table: [B, N], never summed."""
 
     loss: Tensor
     metrics: dict[str, MetricSum]
@@ -156,7 +156,7 @@ class Masks:
 
     @property
     def sequences(self) -> Tensor:
-        """`sample_mask` [B] once a sequence: 0 on all rows of an episode but its first."""
+        """`sample_mask` [B], counted once per sequence: 0 on all of an episode's rows except its first."""
         if self.same_episode is None:
             return self.samples
         return self.samples * ~self.same_episode.tril(-1).any(dim=-1)
@@ -199,7 +199,7 @@ class Masks:
         return masked_sum(values, self.sequences)
 
     def reduce(self, values: Tensor, loss_type: LossType) -> Tensor:
-        """Return the sum that the gradient is taken of: over tokens, or over the sequences' means over tokens."""
+        """Return the sum to differentiate: over tokens, or over each sequence's mean over tokens."""
         if loss_type is LossType.TOKEN_LEVEL:
             return self.token_sum(values)
         return self.sequence_sum(self.sequence_mean(values))
@@ -220,7 +220,7 @@ def valid_counts(data: BatchedDataDict) -> tuple[Tensor, Tensor]:
 
 
 def gradient_kind(loss_type: LossType) -> MetricKind:
-    """Return the kind of a metric that is divided as the gradient is."""
+    """Return the kind of metric that has the gradient's divisor."""
     return MetricKind.TOKENS if loss_type is LossType.TOKEN_LEVEL else MetricKind.SEQUENCES
 
 
@@ -269,7 +269,7 @@ class LossFunction(ABC):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the batch columns that the loss reads besides the masks; a subclass extends the tuple by its own."""
+        """Return the batch columns that the loss reads besides the masks; a subclass adds its own to the tuple."""
         of_teacher = _OF_TEACHER if self.input_type is LossInputType.DISTILLATION else ()
         return (*of_teacher, *self.own_columns)
 
@@ -280,14 +280,14 @@ class LossFunction(ABC):
     def divide(
         self, sums: LossSums, global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return a loss and its metrics as floats, divided by the global counts; those of a batch's parts add up."""
+        """Return a loss and its metrics as floats, divided by the global counts; results for a batch's parts add up."""
         counts = global_valid_seqs, global_valid_toks
         loss = normalize(sums.loss, gradient_kind(self.loss_type), *counts)
         return loss, divide(sums.metrics, *counts)
 
 
 class TokenLossFunction(LossFunction):
-    """A loss of the log-probabilities of a batch's own tokens."""
+    """A loss computed from the log-probabilities of a batch's own tokens."""
 
     input_type = LossInputType.LOGPROB
 

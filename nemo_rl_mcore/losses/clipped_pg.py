@@ -201,14 +201,14 @@ class ClippedPGLossFn(TokenLossFunction):
         )
 
     def _ratios(self, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-        """Return each token's ratio, and the same clamped to the clip's bounds.
+        """Return each token's ratio, and the ratio clamped to the clipping bounds.
 
-        REINFORCE: the log-probability stands for the ratio, and nothing is clipped. On policy it is 1, with the
+        REINFORCE: the log-probability replaces the ratio, and nothing is clipped. On policy it is 1, with the
         gradient of c; GSPO's is of the sequence's mean of c - p, repeated on its tokens; else it is exp(c - p).
 
         Where the surrogate clips it from above, at `upper` or (A < 0) at the dual clip, the ratio is kept
         finite: the gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip,
-        -A * ratio counts however large it is, and an infinite one rightly skips the step.
+        -A * ratio counts however large it is, and an infinite one correctly skips the step.
         """
         cfg, current = self.cfg, tokens.current
         if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:

@@ -34,7 +34,7 @@ _STANDARD: dict[type[CustomLossConfig], tuple[Callable[[Any, bool], LossFunction
 def make_loss(
     cfg: CustomLossConfig, use_fused_linear_logprobs: bool = False, *, section: str = "loss_fn"
 ) -> LossFunction:
-    """Build the loss of a section, or the custom class that it names, with the section and the flag (and its `args`).
+    """Build a section's loss, or the custom class that it names, with the section and the flag (and its `args`).
 
     Raises ValueError, naming the key, if the class does not exist or is not a loss of the same inputs.
     """

@@ -1,6 +1,6 @@
 """Schulman's estimators of the KL divergence of the policy from its reference, per token.
 
-http://joschu.net/blog/kl-approx.html. Loss and advantage estimators share this one copy.
+http://joschu.net/blog/kl-approx.html. The loss and the advantage estimators share this code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The critic's regression onto the returns, clipped as in PPO, https://arxiv.org/abs/1707.06347.
 
-Unlike next-token losses it reads all S columns: a value is of the state before its token.
+Unlike next-token losses it reads all S columns: a value belongs to the state before its token.
 """
 
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ def _known_family(model: ModelConfig) -> Family | None:
 
 
 def missing_family(model: ModelConfig) -> str:
-    """Return why no family has this architecture; empty if a family does."""
+    """Return the reason why no family has this architecture; empty if one does."""
     if _known_family(model) is not None:
         return ""
     features = features_of(model)

@@ -15,7 +15,7 @@ KEY = "megatron_cfg.freeze"
 
 
 def frozen_of(policy: PolicyConfig) -> frozenset[Weight]:
-    """Return the frozen weights: all weights with adapters, else those that match a pattern, and frozen routers."""
+    """Return the frozen weights: with adapters, all; otherwise those that match a pattern, and frozen routers."""
     model, megatron = policy.model, policy.megatron_cfg
     if megatron.peft.enabled:
         return frozenset(all_weights(model))

@@ -76,7 +76,7 @@ def estimate_memory(config: RunConfig) -> dict[str, MemoryEstimate]:
 
 
 def reference_place(config: RunConfig) -> str:
-    """Return the place of a reference policy's weights in words; "" without a reference policy."""
+    """Describe the place of a reference policy's weights; "" without a reference policy."""
     if not config.models["policy"].reference:
         return ""
     if config.policy.megatron_cfg.peft.enabled:

@@ -50,7 +50,7 @@ _NESTED = ("qwen3_5", "qwen3_5_moe")
 
 
 def language_part(config: HFConfig) -> HFConfig:
-    """Return the config.json of the language model in a model that also sees images; others as they are."""
+    """Return the config.json of the language model in a model that also sees images; return others unchanged."""
     kind, text = config.get("model_type"), config.get("text_config")
     if kind not in _NESTED or not isinstance(text, Mapping):
         return config
@@ -106,7 +106,7 @@ _FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def _stored(name: str, shape: Callable[[], tuple[int, ...]]) -> Mapping[str, tuple[int | None, slice]]:
-    """Return the tensors in a file's tensor: of all experts, or one; its name may omit the language model's part."""
+    """Return the tensors in a file's tensor: all experts', or one; its name may omit the language model's part."""
     name = _PLAIN.sub(_PREFIX, name)
     if (fused := _FUSED.fullmatch(name)) is None:
         return {name: (None, slice(0))}

@@ -193,7 +193,7 @@ class LogitsCache:
 class LinearHead:
     """Token rows and a slice of the vocabulary; tiles hold hidden @ weight.T, not yet times `scale`.
 
-    The elementwise passes apply `scale`: there it costs nothing and, with 16-bit logits, rounds as the unfused path.
+    The elementwise passes apply `scale`: there it costs nothing and, with 16-bit logits, rounds as in the unfused path.
     """
 
     hidden_NH: Tensor
@@ -224,7 +224,7 @@ class LinearHead:
             elif live is None:
                 logits_nv = cached_NV[rows]
             else:
-                # A tile at a time: all of the panel's live rows would double the memory.
+                # One tile at a time: gathering all of the panel's live rows would double the memory.
                 logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
             target_n = self.target_N[rows] - panel.start
             yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
@@ -400,10 +400,10 @@ def head_gradients(
     live: Tensor | None,
     tiles: Callable[[LinearHead, slice], Iterator[GradientTile]],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients by the hidden states [L, H] and by the weight, None if not needed.
+    """Return the gradients for the hidden states [L, H] and for the weight, or None where not needed.
 
-    live: the rows with a gradient, None for all; target_N and the rows of `tiles` count these alone. tiles: yields a
-    panel's gradients by logits. ctx: holds the forward's `call`, `tiling` and `weight`, the parameter itself.
+    live: the rows with a gradient, None for all; target_N and the rows of `tiles` contain only these. tiles: yields the
+    gradients for a panel's logits. ctx: holds the forward's `call`, `tiling` and `weight`, the parameter itself.
     """
     call: HeadCall = ctx.call
     need_hidden, need_weight = ctx.needs_input_grad[:2]

@@ -104,7 +104,7 @@ def logits_gradient(logits_NV: Tensor, target_N: Tensor, rows: Any, out_NV: Tens
     _gradient_kernel[(count, triton.cdiv(width, block))](
         logits_NV, logits_NV.stride(0), out_NV, out_NV.stride(0),
         target_N, lse_N, rows.grad_logprob_N.contiguous(),
-        # Placeholders without entropy: the kernel then reads neither.
+        # Placeholders if there is no entropy: the kernel then reads neither.
         lse_N if entropy_N is None else entropy_N,
         lse_N if grad_entropy_N is None else grad_entropy_N.contiguous(),
         width, scale, entropy_N is not None, block,

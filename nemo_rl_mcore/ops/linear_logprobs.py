@@ -87,7 +87,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
-        # The hidden gradient is then formed here; a gradient by the entropy needs the logits again.
+        # The hidden gradient is then formed here; the entropy's gradient needs the logits again.
         ctx.frozen = call.wanted == (True, False) and not with_entropy
         ctx.call, ctx.tiling, ctx.cache = call, head.tiling, call.cache(head)
         if ctx.frozen:

@@ -3,8 +3,8 @@
 A teacher's output in top-k distillation. One pass over the panels keeps the k largest logits so far and sums up all
 others, so that the tail's mass is exact.
 
-Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, K = k ids a token, N tokens kept by the
-mask, n x v a tile of logits, F statistics a row, R ranks, M candidates for the k places.
+Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, K = k ids per token, N tokens kept by the
+mask, n x v a tile of logits, F statistics per row, R ranks, M candidates for the k places.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
 class LeastToken:
     """Each row's smallest token inside top-k and top-p, by logit and, among equal logits, by id; both [N, 1].
 
-    The mask is vLLM's and NeMo RL's: all tokens whose logits equal the k-th largest stay; of those, in ascending order,
-    tokens go as long as their probabilities sum to at most 1 - p; the largest always stays.
+    The mask is vLLM's and NeMo RL's: all tokens whose logits equal the k-th largest stay; of those, tokens are removed
+    in ascending order as long as their probabilities sum to at most 1 - p; the largest always stays.
     """
 
     logit_N1: Tensor

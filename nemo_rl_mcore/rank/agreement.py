@@ -1,4 +1,4 @@
-"""An error of one rank is raised on all ranks, so that none waits in a collective for a rank that has left."""
+"""Raise one rank's error on all ranks, so that none waits in a collective for a rank that has left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnequalCallsError(RuntimeError):
 
 @contextmanager
 def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks if the block, which must have no collective, fails on any; group: None for all ranks."""
+    """Raise on all ranks if the block, which must not contain a collective, fails on any; group: None for all."""
     try:
         yield
     except Exception as error:

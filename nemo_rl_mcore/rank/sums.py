@@ -70,7 +70,7 @@ class LocalSums:
         self.row_tables.extend(other.row_tables)
 
     def reduce(self, gather: Gather) -> StepTotals:
-        """Sum over ranks, which have added equally many chunks; a step's only synchronization with the device."""
+        """Sum over ranks, which have added equally many chunks; the only synchronization with the device in a step."""
         if not self.parts:
             return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
         totals = reduce_metrics(combine_metrics(self.parts), gather)

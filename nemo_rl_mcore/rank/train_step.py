@@ -35,7 +35,7 @@ class TrainStepError(CodedError, RuntimeError):
 
 
 class UnequalChunksError(UnequalCallsError):
-    """Ranks received different calls: a chunk was sent to some of them only."""
+    """Ranks received different calls: a chunk was sent to only some of them."""
 
 
 class Phase(Enum):
@@ -156,7 +156,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def done_together(self, call: str) -> AbstractContextManager[None]:
-        """Return a context that at its end raises an error of one rank on all."""
+        """Return a context that, at its end, raises one rank's error on all ranks."""
         ...
 
     def snapshot(self) -> Any:
@@ -186,7 +186,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def reduce(self, sums: LocalSums) -> StepTotals:
-        """Sum over the data-parallel ranks; equal on every rank."""
+        """Sum over the data-parallel ranks; every rank gets the same result."""
         ...
 
     def scale_gradients(self, factor: float) -> None: ...
@@ -267,7 +267,7 @@ class TrainStep:
     ) -> None:
         """Add the gradients and sums of a chunk of rows.
 
-        Errors of `check`, and a repeated `chunk_id`'s, add nothing and leave the step open.
+        If `check` or a repeated `chunk_id` raises an error, nothing is added and the step stays open.
         """
         with self._backend.called_together("train_microbatch"):
             step = self._require(Phase.OPEN, "train_microbatch")
@@ -296,7 +296,7 @@ class TrainStep:
         return self._commit(step)
 
     def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
-        """Begin, add one chunk and finish, inside a call of all ranks, which synchronize after the chunk.
+        """Begin, add one chunk and finish, in a call that all ranks make; they synchronize after the chunk.
 
         With an overlapped reduction they also synchronize before the chunk, since every rank must then take part.
         """

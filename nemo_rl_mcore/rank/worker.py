@@ -69,7 +69,7 @@ class MegatronPolicyWorker:
 
     The rank is defined by the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank gets the rows of its data-parallel shard; tensor- and pipeline-parallel peers get the same rows.
-    A batch that the model or the loss cannot take is a ValueError that names key and row; the step's phase stays.
+    A batch that the model or the loss cannot take raises a ValueError that names key and row; the phase stays.
     All ranks must make the same calls. An error of one rank is raised on all, with the same class and the rank's number
     in its message.
 
@@ -80,7 +80,7 @@ class MegatronPolicyWorker:
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
         temperature: divides the logits in every log-probability, including those of the reference policy and of losses;
             None is generation.temperature, with top_p and top_k for the policy's own log-probabilities.
-        trained: False builds neither gradient buffers nor an optimizer; calls that need them are then ValueErrors.
+        trained: False builds neither gradient buffers nor an optimizer; calls that need them then raise ValueError.
         verify_checksums: verify the files of every checkpoint before it is loaded.
         backend: opens the model; the default is the framework that is enabled in the config.
 
@@ -185,7 +185,7 @@ class MegatronPolicyWorker:
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"values": fp32 [B, S] on the CPU} of a critic: column i is before token i; column 0 is 0."""
+        """Return a critic's {"values": fp32 [B, S] on the CPU}: column i is the value before token i; column 0 is 0."""
         if self.role is not Role.VALUE:
             raise RefusedError(
                 'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
@@ -289,7 +289,7 @@ class MegatronPolicyWorker:
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of a chunk to the open step; data: this rank's rows, whole samples.
 
-        Rows that the loss cannot take are a ValueError with key and row, and a chunk that another rank lacks is an
+        Rows that the loss cannot take raise a ValueError with key and row, and a chunk that another rank lacks raises
         UnequalChunksError; the step then stays as it was.
         """
         self._require_trained("train_microbatch")
@@ -446,7 +446,7 @@ class MegatronPolicyWorker:
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Move the weights to the device and, unless policy.offload is none, everything else off it.
 
-        keep_train_buffers: keep gradients and optimizer state there; without it an open step is a TrainStepError.
+        keep_train_buffers: keep gradients and optimizer state there; without it, an open step raises TrainStepError.
         """
         with self.backend.called_together("prepare_for_lp_inference"):
             takes_buffers = self.policy.offload != "none" and not keep_train_buffers

@@ -1,4 +1,4 @@
-"""References and computations in a recipe's values, and the removal of values of the environment from messages.
+"""References and computations in a recipe's values, and the removal of environment values from messages.
 
 OmegaConf's resolvers are global to the process, and a program may register others under our names. Ours are
 registered under different names, which are put into a recipe's text before it is read.

@@ -1,4 +1,4 @@
-"""Recognise a NeMo RL recipe by keys that are valid there and in none of our recipes."""
+"""Recognise a NeMo RL recipe by keys that are valid in NeMo RL but in none of our recipes."""
 
 from collections.abc import Collection, Iterator
 from functools import cache

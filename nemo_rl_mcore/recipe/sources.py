@@ -248,7 +248,7 @@ def key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, y
 def apply_overrides(
     tree: DictConfig, overrides: Iterable[str], is_foreign: Callable[[str], bool]
 ) -> tuple[list[str], list[Problem]]:
-    """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
+    """Apply overrides in Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
 
     is_foreign: returns True for a key that only NeMo RL has; such a key is set here without an error.
     Returns the overridden paths and their problems.

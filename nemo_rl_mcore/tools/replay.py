@@ -49,9 +49,9 @@ class _Quiet(StepObserver):
 class Rescored:
     """Counts of a step's tokens.
 
-    tokens: rescored. older: sampled with weights from before the replay. cached: sampled after a weight update within
+    tokens: rescored. older: sampled with weights from before the replay. cached: sampled after a weight update during
     their answer, by an engine that keeps its cache, so that no single version gives their log-probabilities. largest:
-    difference in nats.
+    the largest difference, in nats.
     """
 
     tokens: int = 0

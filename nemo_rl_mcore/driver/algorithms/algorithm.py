@@ -374,7 +374,7 @@ class Algorithm[Config: RunConfig](ABC):
     def validate(self, step: int) -> dict[str, float]:
         """Answer the held-out prompts, offload the engine, and return mean reward and accuracy.
 
-        They are overall, by source and by environment. The answers are greedy, or sampled if the recipe requests it;
+        Metrics are overall, by source and by environment. The answers are greedy, or sampled if the recipe requests it;
         with several answers per prompt, the metrics include pass_k. Dropped and unscored episodes do not count.
         """
         loop = self.config.loop

@@ -142,8 +142,8 @@ class TensorBoardLogger(_Service):
 class WandbLogger(_Service):
     """A Weights & Biases run, whose files go to `log_dir/wandb`.
 
-    A resumed run continues its wandb run, by the id in `log_dir/.wandb_run_id`. The metric `step` is the axis: with its
-    own step numbers wandb would drop rows of steps that a resumed run repeats.
+    A resumed run continues its wandb run, by the id in `log_dir/.wandb_run_id`. The metric `step` is the axis, because
+    wandb's own step numbers would make it drop the steps that a resumed run repeats.
     """
 
     _wandb: Any = None

@@ -87,7 +87,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentsByName(Environments):
-    """Gives each turn to the environment of its prompt; by_name: by `Prompt.env_name`."""
+    """Gives each turn to the environment of its prompt; by_name: the environments by `Prompt.env_name`."""
 
     by_name: Mapping[str, Environments]
 

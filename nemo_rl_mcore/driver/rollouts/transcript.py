@@ -51,7 +51,7 @@ class Piece:
 class Transcript:
     """An episode so far. rows: at least one. digests: one per answer. response: text of an episode's only answer.
 
-    routes: by row, the experts that came with its last answer, which are those of earlier answers and more.
+    routes: for each row, the experts sent with its last answer, which include those of earlier answers.
     """
 
     prompt_index: int

@@ -93,7 +93,7 @@ class Parameter:
 def blocks(model: Any) -> Iterator[Block]:
     """Yield the block of each vLLM model parameter in this process; shared parameters appear once.
 
-    Raises UnreadableError, naming all the parameters that cannot be read and why, after the others.
+    Raises UnreadableError, after all others, naming each parameter that cannot be read, with the reason.
     """
     shared: set[int] = set()
     refused: list[str] = []

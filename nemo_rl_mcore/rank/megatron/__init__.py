@@ -1,4 +1,4 @@
-"""The backend on Megatron-Core, its only importer. Places of Megatron in comments are paths below `megatron/core/`."""
+"""The Megatron-Core backend, its only importer. Megatron's paths in comments are relative to `megatron/core/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def quiet_notices() -> None:
-    """Drop Megatron's notices of its own plans, which no user here can act on."""
+    """Suppress Megatron's notices about its own plans, which users of this package cannot act on."""
     log = logging.getLogger("megatron.core.models.gpt.gpt_model")
     log.addFilter(_is_no_deprecation)
     for message in (

@@ -197,7 +197,7 @@ class AuxiliaryLosses:
         reset_model_temporary_tensors(self._config, [*chunks])
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return (moe_metrics, mtp_metrics) since the last reset, once.
+        """Return (moe_metrics, mtp_metrics) since the last reset; a second call returns nothing.
 
         The load-balancing loss is the mean over layers and microbatches with a token, without its coefficient; a
         prediction layer's cross-entropy is the mean over the microbatches that train it.

@@ -1,6 +1,6 @@
-"""A rank's model on Megatron-Core: reads, generation, checkpoints and weights, over the train side.
+"""A rank's model on Megatron-Core: adds reads, generation, checkpoints and weights to the train backend.
 
-Shapes: B rows of this rank's shard, S sequence length, K ids a token.
+Shapes: B rows of this rank's shard, S sequence length, K ids per token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_backend(policy: PolicyConfig, options: BackendOptions, *, alone: bool =
     quiet_notices()
     if alone:
         rendezvous.join(alone=True)
-        # Weights come merged.
+        # Weights arrive merged.
         config = policy.megatron_cfg.model_copy(update=UNDIVIDED | {"peft": PeftConfig()})
         policy = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
     activity.advance("meeting the other ranks")
@@ -83,7 +83,7 @@ class MegatronBackend(MegatronTrainBackend):
         self.data_parallel_size: int = parallel_state.get_data_parallel_world_size()
         self._policy = policy
         self._verify_checksums = options.verify_checksums
-        # None also with adapters: without them the model is its own reference.
+        # Also None with adapters: the model without them is its own reference.
         self._reference: ReferencePolicy | None = None
         self._base: checkpoint.Base | None = None
         if policy.megatron_cfg.peft.enabled:
@@ -105,7 +105,7 @@ class MegatronBackend(MegatronTrainBackend):
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference policy, on the device if there is room.
 
-        It stays in CPU memory if an engine takes turns with this model.
+        The copy is kept in CPU memory if an engine takes turns with this model.
         """
         if self._policy.megatron_cfg.peft.enabled:
             return
@@ -124,7 +124,7 @@ class MegatronBackend(MegatronTrainBackend):
         trained_only: bool = False,
         of_reference: bool = False,
     ) -> Tensor:
-        """of_reference: under the reference weights, unfiltered; the policy's own are restored, also after an error."""
+        """of_reference: use the reference weights, without filters; the policy's are restored, even after an error."""
         kind = self.forward.passes.logprobs(trained_only=trained_only, filtered=not of_reference)
         if not of_reference:
             return self._read("get_logprobs", data, micro_batch_size, kind)[0]
@@ -173,14 +173,14 @@ class MegatronBackend(MegatronTrainBackend):
         with evaluation_mode(self.chunks):
             for prompt in prompts:
                 ids_1P = torch.tensor([list(prompt)], device=self.device)
-                # The same passes as a session's.
+                # The passes are the same as in a decoding session.
                 logits_1V = generation.next_logits(self.forward, 1, len(prompt) + 1)(ids_1P)
                 logits_1V = at_temperature(logits_1V[:, : self._policy.model.vocab_size], temperature)
                 rows.append(logits_1V.log_softmax(-1).cpu())
         return torch.cat(rows)
 
     def keep_on_device(self, what: OnDevice) -> None:
-        """Move these parts to the device and all others off it, bit for bit, gradients as zeros, outside a step.
+        """Move these parts to the device and all others off it, bit for bit (gradients as zeros); not during a step.
 
         If a call fails, the next one moves the rest. Megatron frees its gradient buffers itself. But its function for
         optimizers gives every tensor new memory, even float32 weights, and its function for weights moves only those of
@@ -222,7 +222,7 @@ class MegatronBackend(MegatronTrainBackend):
         self._present = what
 
     def _saved(self, *, with_digest: bool) -> checkpoint.SavedModel:
-        """Return a checkpoint's parts; the weights beside adapters never change, so their digest is computed once."""
+        """Return a checkpoint's parts; base weights of adapters never change, so their digest is computed once."""
         if with_digest and self._base is not None and not self._base.digest:
             digest = checkpoint.base_digest(self.chunks, self._policy)
             self._base = self._base.model_copy(update={"digest": digest})
@@ -231,9 +231,9 @@ class MegatronBackend(MegatronTrainBackend):
     def save(
         self, folder: Path, committed_step_ids: Sequence[str], *, wait: bool = True
     ) -> BackgroundWrite | None:
-        """Write the whole training state; ValueError, with nothing written, if the folder is not empty.
+        """Write the whole training state; raises ValueError, with nothing written, if the folder is not empty.
 
-        wait=False: take a copy, and write it in the background; one at a time.
+        wait=False: copy the state and write the copy in the background, one at a time.
         """
         saved = self._saved(with_digest=True)
         if wait:
@@ -250,7 +250,7 @@ class MegatronBackend(MegatronTrainBackend):
         return checkpoint.load_policy(self._saved(with_digest=False), folder)
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """Restore the weights only; of_a_policy: into a critic, whose value head is kept, since a policy has none."""
+        """Restore only the weights; of_a_policy: load a policy's into a critic, which keeps its own value head."""
         model = self._saved(with_digest=False)
         self._base = checkpoint.load_weights_of(model, folder, of_a_policy=of_a_policy) or self._base
         if self.trained:

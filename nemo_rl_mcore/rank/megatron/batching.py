@@ -42,7 +42,7 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 
 @dataclass(frozen=True)
 class ContextParallelMicrobatch(Microbatch):
-    """The part of a microbatch, `shared`, on this rank; positions: int64 [L / CP], the rank's columns of its rows."""
+    """A rank's part of the microbatch `shared`; positions: int64 [L / CP], the columns of each row that it holds."""
 
     shared: Microbatch
     positions: Tensor
@@ -75,7 +75,7 @@ class ContextParallelMicrobatch(Microbatch):
 
 
 def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
-    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in order; borders: those between packed samples.
+    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in order; borders: between packed samples.
 
     grad_of_every_rank_is_whole: each rank's incoming gradient is complete, and it keeps its own part; otherwise the
     ranks' gradients are partial, and are summed.
@@ -105,7 +105,7 @@ def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
 
 
 def own_columns(config: TransformerConfig, values_BC: Tensor) -> Tensor:
-    """Return this rank's columns under sequence parallelism, of [B, C, ...]; otherwise all."""
+    """Return this rank's columns of [B, C, ...] under sequence parallelism; otherwise all columns."""
     if not config.sequence_parallel:
         return values_BC
     ranks = parallel_groups.group("tensor")
@@ -115,7 +115,7 @@ def own_columns(config: TransformerConfig, values_BC: Tensor) -> Tensor:
 def column_multiple(config: TransformerConfig, slices: int) -> int:
     """Return the number that divides padded lengths: ranks that share a sequence have equal parts of it.
 
-    With FP8 each part has a number of tokens that Transformer Engine can multiply, padded as NeMo RL does.
+    With FP8, each part is padded, as in NeMo RL, to a number of tokens that Transformer Engine can multiply.
     """
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
     tokens = {"blockwise": 128, "mxfp8": 32}.get(config.fp8_recipe or "", 16) if config.fp8 else 1
@@ -138,7 +138,7 @@ class Batching:
     def microbatches(
         self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int | None
     ) -> list[Microbatch]:
-        """Return the microbatches of one schedule call; rows_per_sample: of the loss, None for a pass without one."""
+        """Return the microbatches of one schedule call; rows_per_sample: the loss's; None for a pass without a loss."""
         config, budgets, rows = self.config, self.budgets, rows_per_sample or 1
         if rows_per_sample is None:
             data = data.without(EPISODE)

@@ -1,7 +1,7 @@
 """A policy's checkpoint: weights, reference weights, optimizer, schedule and random state, in one folder.
 
 weights/, reference/, optimizer/   in torch_dist, which any parallel layout reads; only the adapters', if there are any
-base/                              the weights beside adapters, if no model or checkpoint provides them
+base/                              the base weights of adapters, if no model or checkpoint provides them
 random/rank_R.pt                   one rank's generators, restored into the same layout only
 state.json                         counters of optimizer and schedule, the layout, the last committed step_ids
 SHA256SUMS                         every file's checksum
@@ -130,7 +130,7 @@ STATE_FILE = "state.json"
 
 
 class Base(BaseModel):
-    """The model beside adapters: its origin, none for random weights, and a digest of its bits."""
+    """The base model of adapters: its origin (None for random weights) and a digest of its bits."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -188,7 +188,7 @@ class SavedModel:
         ).model_dump_json()
 
         def present_generators() -> bytes:
-            # In types that torch loads with weights_only.
+            # Only types that torch loads with weights_only.
             name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
             state = {
                 "python": random.getstate(),
@@ -307,7 +307,7 @@ def load_policy(model: SavedModel, folder: Path) -> Sequence[str]:
 
 
 def _load_adapters(model: SavedModel, folder: Path, base: Base) -> None:
-    """Load this rank's adapters; RefusedError on all ranks unless they are beside the same model, bit for bit."""
+    """Load this rank's adapters; RefusedError on all ranks unless their base model is the same, bit for bit."""
     chunks, found = model.backend.chunks, base_digest(model.backend.chunks, model.policy)
     if found != base.digest:
         named = base.model_name or base.init_checkpoint
@@ -321,12 +321,12 @@ def _load_adapters(model: SavedModel, folder: Path, base: Base) -> None:
 
 
 def base_digest(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> str:
-    """Return a digest of the weights beside adapters, the same on every layout; every rank takes part."""
+    """Return a digest of the base weights of adapters, the same on every layout; every rank takes part."""
     return digests.of_all(digests.digests(full_tensors(chunks, policy, merged=False)))
 
 
 def load_weights_of(model: SavedModel, folder: Path, *, of_a_policy: bool = False) -> Base | None:
-    """Load a folder's weights; if they are adapters, load and return the model beside them too."""
+    """Load a folder's weights; if they are adapters, also load and return their base model."""
     chunks, policy = model.backend.chunks, model.policy
     has_base = (folder / BASE).is_dir()
     base = model.read_state(folder, [f"{WEIGHTS}/", *([f"{BASE}/"] if has_base else [])]).base
@@ -361,7 +361,7 @@ def load_weights(
     """Load this rank's weights and buffers; state: only these."""
     loaded = load_sharded(_model_state(chunks) if state is None else state, folder)
     for number, chunk in enumerate(chunks):
-        # Not strict: the state also lacks Transformer Engine's objects for FP8, see `_model_state`.
+        # Not strict, because the state also lacks Transformer Engine's objects for FP8, see `_model_state`.
         cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
 
 

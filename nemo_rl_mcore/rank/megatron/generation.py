@@ -36,7 +36,7 @@ def next_logits(
 ) -> NextLogits:
     """Return a decoder with a KV cache if the layout allows one, else a decoder that runs a whole pass per token.
 
-    routes: if given, it is kept as the routes of the tokens so far, in parts [B, tokens, L, K] that follow each other.
+    routes: if given, kept up to date with the routes of the tokens so far, in consecutive parts [B, tokens, L, K].
     """
     config = model.config
     divided = max(config.pipeline_model_parallel_size, config.context_parallel_size) > 1
@@ -171,8 +171,8 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
 class DecodingSession:
     """Decodes rows of equal prompt length together, since a batch of the KV cache has one offset.
 
-    An error ends the session. If weights change between two steps, the next token is sampled with the new ones, over a
-    cache filled by the old. Batches run one after the other. A model copy's ranks make the same calls, an
+    An error ends the session. If weights change between two steps, the next token is sampled with the new ones, from a
+    cache filled by the old ones. Batches run one after the other. A model copy's ranks make the same calls, an
     expert-parallel group's ranks the same number of steps.
     """
 

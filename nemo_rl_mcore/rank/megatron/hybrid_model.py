@@ -145,7 +145,7 @@ class _Stack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
     ) -> ShardedStateDict:
-        """As a TransformerBlock: one tensor for a weight of all layers, unless these differ in kind."""
+        """Like a TransformerBlock's: one tensor per weight for all layers, unless the layers' kinds differ."""
         state: ShardedStateDict = {}
         parts = self.parts_of_a_layer
         apart = parts == 1 or (metadata or {}).get("non_homogeneous_layers")

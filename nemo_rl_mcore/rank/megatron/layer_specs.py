@@ -50,7 +50,7 @@ _BLOCK = 512
 
 
 class LocalAttention(DotProductAttention):
-    """Megatron's attention without [B, N, Q, K] scores and dropout; softmax_offset: attention sinks [N], or None.
+    """Megatron's attention without dropout or stored scores [B, N, Q, K]; softmax_offset: attention sinks [N], or None.
 
     Memory is linear in the sequence length. Under context parallelism a rank gathers all keys and values, and takes its
     own queries in blocks; the gradients of keys and values are summed on the ranks that own them.
@@ -160,7 +160,7 @@ class LocalAttention(DotProductAttention):
         """As `forward`, without the layer's window; visible: bool, as [B, N, Q, K]."""
         heads, scale, sinks = query.shape[2], self.softmax_scale, self.softmax_offset
         if heads > key.shape[2]:
-            # Each query group's head once for every query head that shares it.
+            # Repeats each query group's head once for every query head that shares it.
             key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
         if sinks is not None:
             # A sink is one more key with the value 0 and the same score for every query. Queries and keys get one
@@ -301,7 +301,7 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
 def layer_spec(
     config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False, linear: bool = False
 ) -> ModuleSpec:
-    """Return one layer's spec; dense: a dense layer of an MoE model; linear: with a gated delta net.
+    """Return one layer's spec; dense: a dense layer of an MoE model; linear: a layer with a gated delta net.
 
     Raises RefusedError for context parallelism on GPUs with local layers, and for layers that the installed Megatron
     cannot build.

@@ -67,7 +67,7 @@ class Adapter(torch.nn.Module):
         self._shares_sequences = megatron.sequence_parallel and weight.expert is None
         for what, tensor, axis in zip((LORA_A, LORA_B), own, (1, 0), strict=True):
             parameter = torch.nn.Parameter(tensor.to(beside.detach()))
-            # The gradients of experts are reduced over other ranks than the rest.
+            # Experts' gradients are reduced over different ranks than all other gradients.
             cast(Any, parameter).allreduce = getattr(beside, "allreduce", True)
             if weight.expert is not None or self._dimension == axis:
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)

@@ -70,7 +70,7 @@ def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """True if available; engine: Transformer Engine's layers. apex: Apex's products that add to gradient buffers."""
+    """True for available kernels; engine: Transformer Engine's; apex: Apex's products that add to gradient buffers."""
 
     gpu: bool
     engine: bool
@@ -222,11 +222,11 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
                 # Otherwise the gradient norm would include one rank's sinks only (tensor_parallel/layers.py).
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             elif _BIASES.fullmatch(name):
-                # By RowParallelLinear's mark upstream would sum the gradients of experts' biases over the
+                # Because of RowParallelLinear's mark, upstream would sum the gradients of experts' biases over the
                 # sequence-parallel ranks, which have other experts, or equal sums.
                 parameter.sequence_parallel = False  # type: ignore[attr-defined]
         if model.kv_lora_rank is not None:
-            # One shared module in place of upstream's equal ones, each with its own tables.
+            # One shared module replaces upstream's equal ones, each of which has its own tables.
             attentions = modules_of(LatentAttention, [chunk])
             for attention in attentions[1:]:
                 attention.rotary_pos_emb = attentions[0].rotary_pos_emb
@@ -322,7 +322,7 @@ def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig,
 
     RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) also has Llama's formula, but with
     the original context fixed at 8192 tokens.
-    Fast rotations are kept, slow ones divided by the factor, and those between are a mixture of both.
+    Fast rotations are kept, slow ones divided by the factor, and those in between become a mixture of both.
     Sources: https://github.com/meta-llama/llama-models, `apply_scaling`; https://arxiv.org/abs/2309.00071, section 3.2.
     """
     slow, fast = ROPE_TURNS[scaling.rope_type].values()

@@ -102,7 +102,7 @@ def give_value_head(model: LanguageModel) -> None:
             shared.share_embeddings_and_output_weights = False
         else:
             shared.output_layer.weight = None
-            # It would look for the copy in a checkpoint (models/common/language_module).
+            # The model would look for the copy in a checkpoint (models/common/language_module).
             shared.tie_embeddings_and_output_weights_state_dict = lambda *_: None
     if not model.post_process:
         return

@@ -98,7 +98,7 @@ def gather_parameters(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 _STEP, _MAIN, _PREFIX = "step", "param", "optimizer.state"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's; no other optimizer is supported
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state; no other optimizer is supported
 
 
 def sharded_optimizer_state(
@@ -166,7 +166,7 @@ def load_optimizer_state(
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """Return the number of updates in the moments; every rank takes part, even if its weights are frozen."""
+    """Return the number of updates that the moments include; every rank takes part, even if its weights are frozen."""
     steps = [
         float(holder[_STEP])
         for part in parts_of(optimizer)
@@ -187,7 +187,7 @@ def states_of_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tens
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of dense and of expert weights, without one that has no weights on this rank."""
+    """Return the optimizers of dense and expert weights that have weights on this rank."""
     chained = cast(list[Any], cast(ChainedOptimizer, optimizer).chained_optimizers)
     return [part for part in chained if part.optimizer is not None]
 

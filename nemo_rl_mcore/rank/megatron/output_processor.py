@@ -123,7 +123,7 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
         assert at_ids.tail_logmass is not None
         if context.tokens is None:
             return at_ids.logprobs, at_ids.tail_logmass
-        # The cache is taken by the logits at the ids.
+        # The logits at the ids occupy the cache.
         uncached = replace(options, cache_bytes=0)
         of_tokens = fused_logprobs(uncached, hidden_states=hidden_states, context=context.tokens, **hook)
         return at_ids.logprobs, at_ids.tail_logmass, *all_of(of_tokens)

@@ -38,7 +38,7 @@ _SIZES = (
 def initialize(config: MegatronConfig, seed: int, timeout_s: float) -> None:
     """Join the process group of all ranks (`rendezvous.join`), and split it into the layout's groups.
 
-    These groups time out after `timeout_s`, since their ranks compute, and arrive at about the same time. Ranks that a
+    These groups time out after `timeout_s`, since ranks that only compute arrive at about the same time. Ranks that a
     file or an engine may delay meet in `rendezvous.patient_group`.
     Raises ValueError if the world size is not a multiple of the model-parallel size.
     """

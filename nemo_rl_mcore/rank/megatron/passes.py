@@ -2,7 +2,7 @@
 
 `Guard` lets a schedule run to its end after an error on this rank, so that other ranks do not wait forever.
 
-Shapes: S sequence, B rows of a microbatch, K ids a token, H hidden.
+Shapes: S sequence, B rows of a microbatch, K ids per token, H hidden.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ class Guard:
     """Keeps the first error of a schedule call, to be raised on all ranks after the call.
 
     A failed loss is replaced by a zero with zero gradients, so that the backward pass runs as on the other ranks. Under
-    pipeline parallelism a failed forward step is replaced too: the next stage gets zeros. Two errors still let the
-    other ranks wait for the group's timeout: one rank's in layers that span ranks (tensor or expert parallelism), and
-    one in a backward pass under pipeline parallelism.
+    pipeline parallelism a failed forward step is replaced too: the next stage gets zeros. Two kinds of error still make
+    the other ranks wait until the group's timeout: one rank's in layers that span ranks (tensor or expert parallelism),
+    and one in a backward pass under pipeline parallelism.
     """
 
     config: TransformerConfig

@@ -1,7 +1,7 @@
 """Mamba-2 layers and gated delta nets without Megatron's CUDA kernels.
 
-Upstream's need the packages mamba_ssm and causal_conv1d, or fla, and a GPU. These are slow, run anywhere, and have the
-same parameters, sharding and checkpoint.
+Upstream's layers need a GPU and the packages mamba_ssm and causal_conv1d, or fla. These are slow, but run anywhere, and
+have the same parameters, sharding and checkpoint.
 
 Shapes: S sequence, B batch, H hidden, X channels of the input projection, C convolved channels, D heads' channels,
 W taps of the convolution, P size of a value, N size of a key.
@@ -44,14 +44,14 @@ def _samples_of(attention_mask: Tensor | None, packed: PackedSeqParams | None) -
     """Return a packed row's sample boundaries; local layers get a mask [1, 1, S, S], true where masked."""
     if attention_mask is None or packed is not None:
         return packed
-    # A position that does not see the one before is its sample's first.
+    # A position that cannot see the one before it is the first of its sample.
     first = attention_mask[0, 0].diagonal(-1).nonzero().flatten() + 1
     end = first.new_full((1,), attention_mask.shape[-1])
     return PackedSeqParams(cu_seqlens_q=torch.cat([first.new_zeros(1), first, end]))
 
 
 class _Recurrent(MegatronModule):
-    """Parameters that all layouts draw alike, passes over whole sequences, and states that a session keeps."""
+    """A layer's parameters, drawn alike on all layouts, its passes over whole sequences, and a session's states."""
 
     layer_number: int
     tp_group: torch.distributed.ProcessGroup
@@ -123,7 +123,7 @@ class _Recurrent(MegatronModule):
         return before_BWC, convolved_BSC.new_zeros(rows, *state, dtype=precision)
 
     def _keep(self, context: Any, before_BWC: Tensor, convolved_BSC: Tensor, state_BHPN: Tensor) -> None:
-        """Keep them like keys and values, with rows in the second dimension, so that a session can reorder them."""
+        """Store the last values and state like keys and values, rows second, so that a session can reorder them."""
         if context is None:
             return
         last_BWC = torch.cat([before_BWC, convolved_BSC], dim=1)[:, -before_BWC.shape[1] :]
@@ -135,7 +135,7 @@ class _Recurrent(MegatronModule):
 
 
 class ReferenceMambaLayer(MambaLayer):
-    """Megatron's layer, but gets a packed row's samples from the attention mask."""
+    """Megatron's layer, except that a packed row's samples come from the attention mask."""
 
     def forward(
         self,

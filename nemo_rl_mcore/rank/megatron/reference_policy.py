@@ -23,7 +23,7 @@ class ReferencePolicy:
         self._chunks = chunks
         self.on_device = on_device
         for chunk in chunks:
-            # Makes a router widen its experts' bias now instead of in its first pass.
+            # Makes a router convert its experts' bias to fp32 now instead of in its first pass.
             chunk.state_dict()
         place = None if on_device else "cpu"
         pinned = not on_device and accelerator.has_cuda()

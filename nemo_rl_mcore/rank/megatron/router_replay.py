@@ -63,7 +63,7 @@ class RoutedExperts:
 
     def __init__(self, policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[torch.nn.Module]):
         self._config, self._model = config, policy.model
-        # By model chunk, then by the layer's place among the MoE layers.
+        # Indexed by model chunk, then by the layer's place among the MoE layers.
         self._choices: dict[int, dict[int, _Choice]] = {}
         for chunk in chunks:
             choices = self._choices[id(chunk)] = dict[int, _Choice]()

@@ -1,8 +1,8 @@
 """A sharded state dict in a folder, in the format torch_dist, which every parallel layout can read.
 
 `dist_checkpointing.save` and `load` are composed here from their parts: upstream all ranks wait for files of the first
-rank alone, and unpickle without a limit. torch's description of a folder, `.metadata`, is a pickle, and read without
-trust.
+rank alone, and unpickle without a limit. torch's description of a folder, `.metadata`, is a pickle, and is read without
+trusting it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PreparedState:
         """Prepare a state dict of ShardedTensors; collective. copied: to CPU memory, so that the model may change."""
         part, common = save_preprocess(state)
         sharded = cast(ShardedStateDict, part)
-        # For dist_checkpointing.load.
+        # Needed by dist_checkpointing.load.
         sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
 
@@ -144,7 +144,7 @@ def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
 
 
 def _cause(error: BaseException) -> str:
-    """Return an error's message; of torch's collection of ranks' errors, the first one's."""
+    """Return an error's message; for torch's collection of ranks' errors, the message of the first one."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
     return str(error) or type(error).__name__

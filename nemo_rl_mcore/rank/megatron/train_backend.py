@@ -333,7 +333,7 @@ _NO_HOOK = (
 
 
 def require_hook(models: Iterable[LanguageModel]) -> None:
-    """Raise RuntimeError for a `forward` without the keyword, or in a last stage's first pass if that ignores it.
+    """Raise RuntimeError if `forward` lacks the keyword or, in a last stage's first pass, ignores it.
 
     Both errors name the version to install.
     """
@@ -446,9 +446,9 @@ class MegatronTrainBackend:
         return together(f"the end of {call}", parallel_groups.group("all"))
 
     def zero_grad(self) -> None:
-        """Clear all gradients, also those of auxiliary losses, once no reduction is in flight.
+        """Clear all gradients, including those of auxiliary losses, once no reduction is in flight.
 
-        A reduction that is left would write into cleared gradients, and make the next step skip its own.
+        A reduction still in flight would write into cleared gradients, and make the next step skip its own reduction.
         """
         for group in bucket_groups(self._wrapped):
             handle, group.grad_reduce_handle = group.grad_reduce_handle, None

@@ -43,7 +43,7 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 @dataclass
 class Digester:
-    """Computes a stream of tensors' digests, after a cast to the torch dtype `held_as`, except of experts' biases."""
+    """Computes digests of a stream of tensors, each first cast to the dtype `held_as`, except experts' biases."""
 
     held_as: str | None = None
     _sums: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -75,7 +75,7 @@ def block_sum(
 ) -> torch.Tensor:
     """Return a block's contribution to its tensor's sum, int64 [] on the block's device, signed.
 
-    first_row, first_column: the block's position in the whole tensor. dtype: to cast the block to first.
+    first_row, first_column: the block's position in the whole tensor. dtype: the block is first cast to it.
     """
     dtype = dtype or block.dtype
     matrix = block.detach()
@@ -142,7 +142,7 @@ class HeldBlock:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Build a block from its fields, of which a serializer may have turned tuples into lists."""
+        """Build a block from its fields, whose tuples a serializer may have turned into lists."""
         return cls(**{**message, **{name: tuple(message[name]) for name in ("shape", "corner", "size")}})
 
 

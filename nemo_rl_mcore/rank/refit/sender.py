@@ -55,7 +55,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """A refit's settings; receivers: number of the engines' processes. held_as: the engines' dtype if it is another."""
+    """A refit's settings; receivers: number of the engines' processes. held_as: the engines' dtype if it differs."""
 
     transport: str
     bucket_bytes: int
@@ -75,7 +75,7 @@ class BroadcastRendezvous:
 
 
 class WeightSender:
-    """One rank's side of all refits in a run; rendezvous: of the broadcast group with the engines, on the first rank.
+    """One rank's side of all refits in a run; rendezvous: the broadcast group's, on the first rank only.
 
     Every rank takes part in exporting each tensor, and the first rank sends them to the engines. The others fill
     buffers only if the transport needs them to, but keep track of the buckets: while the first rank waits for the

@@ -103,7 +103,7 @@ class IpcHandle:
     def to_message(self) -> dict[str, bytes | int | bool]:
         """Return the fields, with torch's reference counter for receivers disabled.
 
-        torch would decrement it whenever a process opens and closes the buffer, and below zero never free the memory.
+        torch would decrement it each time a process opens and closes the buffer; below zero, memory is never freed.
         """
         return asdict(self) | {"ref_counter_handle": b"/uncounted"}
 

@@ -1,4 +1,4 @@
-"""Rules between sections, as rows of `config.base.Rule`, with a module for each subject.
+"""Rules between sections, as `config.base.Rule` objects, with a module for each subject.
 
 MODEL_RULES apply to every model of a run, even a frozen one; POLICY_RULES to the policy and every other trained model;
 ENGINE_RULES to the policy's engines. All these have paths relative to `policy`. RUN_RULES apply between the sections

@@ -89,7 +89,7 @@ def check_recipe(path: str, overrides: Sequence[str]) -> Checked:
 
 
 def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
-    """Examine everything; packages, driver and host name together take no longer than the deadline."""
+    """Examine everything; finding packages, driver and host name takes no longer than the deadline."""
     config = None if recipe is None else recipe[0]
     address = os.environ.get("RAY_ADDRESS", "")
     questions: dict[str, Question] = {_DRIVER: ("nvidia_smi",), _HOST_NAME: ("host_name",)}
@@ -153,7 +153,7 @@ def package_finding(package: Package, answers: Answers) -> Finding:
 
 
 def vllm_finding(answers: Answers, *, on_cpu: bool) -> Finding:
-    """Look for the vLLM build that fits the engines' device, and for the other one, which would be wrong."""
+    """Check for the vLLM build that fits the engines' device; the build for the other device counts as wrong."""
     fitting, other = VLLM[on_cpu], VLLM[not on_cpu]
     version = _version(other.installed_as)
     if version is None:

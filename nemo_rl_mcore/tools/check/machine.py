@@ -24,8 +24,8 @@ from nemo_rl_mcore.config.run_config import RunConfig
 class Package:
     """A package that runs import.
 
-    name: in imports. distribution: its name in pip, if different. enables: its purpose. extra: installs it; empty if
-    every installation has it. tried: the module whose import shows that the installation works.
+    name: its name in imports. distribution: its name in pip, if different. enables: its purpose. extra: installs it;
+    empty if every installation has it. tried: the module whose import shows that the installation works.
     """
 
     name: str

@@ -117,7 +117,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class EnginesPlan:
-    """A run's engines; where: in words.
+    """A run's engines; where: their place, in words.
 
     memory: each separate embedded engine's. share: that of a vLLM engine's fullest process, if it has several.
     """
@@ -131,7 +131,7 @@ class EnginesPlan:
 class DeviceMemory:
     """Bytes on a GPU, without CUDA, NCCL and fragmentation.
 
-    activations: of the microbatches in flight, for the model that has most. training: everything on the ranks.
+    activations: of the microbatches in flight, for the model that has the most. training: everything on the ranks.
     during_generation: bytes kept by ranks while engines generate on their GPUs; None if none do. engine_share: an
     engine's share of the GPU then. smallest: the least memory that a GPU needs.
     """
@@ -178,8 +178,8 @@ def preflight(
     """Plan a run without starting it; raises ConfigError for missing files and packages.
 
     elsewhere: it will run on other machines: packages missing here, and folders that cannot be written, only go into
-    the plan's `missing`, like checkpoints that another command may still train. starts: it starts here now, on this
-    machine's GPUs. of_a_run: False for commands on a checkpoint: data set and the user's classes are not looked for.
+    the plan's `missing`, like checkpoints that another command may still train. starts: the run starts now, on this
+    machine's GPUs. of_a_run: False for commands on a checkpoint: the data set and the user's classes are not checked.
     warnings: from loading the recipe; the plan's own follow.
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])

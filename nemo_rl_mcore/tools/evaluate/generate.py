@@ -33,8 +33,8 @@ _HELD_OUT_PROMPTS = 8
 class Asked:
     """The command's options.
 
-    prompts: texts, conversations (lists of messages), or lists of either. file: more of them; without both, held-out
-    prompts. samples: answers per prompt. output: the JSONL file to write instead of printing.
+    prompts: texts, conversations (lists of messages), or lists of either. file: contains more prompts; without both,
+    held-out prompts are used. samples: answers per prompt. output: the JSONL file to write instead of printing.
     """
 
     prompts: Sequence[object] = ()
@@ -186,7 +186,7 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
 
 
 def prompt_of(given: object, place: str, key: str = "") -> Prompt:
-    """Make a prompt of a text or a list of messages; raises RefusedError for anything else.
+    """Make a prompt from a text or a list of messages; raises RefusedError for anything else.
 
     key: the prompt's key in its row, for messages.
     """

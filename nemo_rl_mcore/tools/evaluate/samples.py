@@ -36,8 +36,8 @@ from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256
 class SampleRow:
     """A line of the file.
 
-    index: the prompt's, in its set. sample: the answer's number for this prompt. answer: the environment reads it from
-    the response; None if it finds none. gold: the data's answer. tokens: the response's length. finished: False at the
+    index: the prompt's, in its set. sample: the answer's number for this prompt. answer: read from the response by the
+    environment; None if there is none. gold: the data's answer. tokens: the response's length. finished: False at the
     length limit. vote: the first of the prompt's samples with the same answer; None without an answer.
     """
 
@@ -179,7 +179,7 @@ def writing_to(folder: Path) -> Generator[None]:
 
 
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
-    """Prepare the folder for this evaluation: move the files of a different one into a subfolder, with a line.
+    """Prepare the folder for this evaluation: move a different evaluation's files into a subfolder, and print a line.
 
     Other files, such as data or metrics, stay. Raises FolderError.
     """

@@ -116,9 +116,9 @@ RENAMED: dict[str, str] = _ASYNC | KEYS["moved"] | KEYS["restated"] | KEYS["crit
 
 
 def rename(draft: Draft, recipe: Tree) -> None:
-    """Give keys their names here; recipe: the draft, completed from its models' config.json.
+    """Rename keys to this package's names; recipe: the draft, completed from its models' config.json.
 
-    Keys of experts are dropped for models without experts, the bias's rate for models without a bias. Contradicting
+    Expert keys are dropped for models without experts, and the bias's rate for models without a bias. Contradicting
     keys are refused.
     """
     has_experts = bool(value_at(recipe, f"{_MODEL}.num_moe_experts"))

@@ -169,8 +169,8 @@ def read_sources(draft: Draft) -> None:
 def find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
     """Find the prompt files that a recipe names.
 
-    NeMo RL reads them relative to the working directory, usually its repository's root. They are looked up there, then
-    in the folders above the recipe and its `defaults:`.
+    NeMo RL resolves their paths from the working directory, usually its repository's root. They are looked up there,
+    then in the folders above the recipe and its `defaults:`.
     """
     folders = [Path(), *dict.fromkeys(folder for recipe in recipes for folder in recipe.absolute().parents)]
     for place, source in sources_of(draft):
@@ -339,7 +339,7 @@ _SAMPLED_IN_VALIDATION = 256
 
 
 def use_engine(draft: Draft) -> None:
-    """Name an engine, even for SFT and DPO, which need it only for max_val_samples."""
+    """Set an engine, even for SFT and DPO, which need one only for max_val_samples."""
     given = draft.get(_BACKEND)
     if not draft.section(_GENERATION):
         total = draft.number(_TOTAL) or _SAMPLED_IN_VALIDATION

@@ -126,7 +126,7 @@ def _require_text(draft: Draft) -> None:
 
 
 def _with_name(tree: Any, name: object, model: str) -> Any:
-    """Return a recipe, or part of one, with `name` replaced by `model` wherever it occurs."""
+    """Return a recipe or a part of it, with `name` replaced by `model` wherever it occurs."""
     if isinstance(tree, dict):
         return {key: _with_name(value, name, model) for key, value in cast("Tree", tree).items()}
     if isinstance(tree, list):

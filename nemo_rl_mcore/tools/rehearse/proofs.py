@@ -358,7 +358,7 @@ class Twins:
         return f"{alone}; on all ranks {difference(*on_all):.1e}"
 
     def masked(self) -> str:
-        """Compare the step with one that has 1 added to every per-token number that the masks leave out."""
+        """Compare the step with a copy in which 1 is added to every per-token number that the masks leave out."""
         calls, changed = self.ran.calls[-1], list[TrainCall]()
         require_movement(self._plain["saved 1"], self._plain["saved 2"], REORDERED)
         for call in calls:

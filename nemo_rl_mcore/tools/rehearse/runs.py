@@ -159,8 +159,8 @@ SPLIT = "split"
 class Ran:
     """A recipe that ran in a layout: each step's metrics and training calls, including those of PPO's critic.
 
-    folder: holds all its files. digest, version: of the weights that separate engines received last. resumed_rows:
-    metrics of the steps that its copy ran after the kill.
+    folder: holds all its files. digest, version: those of the weights that separate engines received last.
+    resumed_rows: metrics of the steps that its copy ran after the kill.
     """
 
     tree: Tree

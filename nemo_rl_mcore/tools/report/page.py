@@ -216,7 +216,7 @@ class Hint:
 
 
 def finite_points(rows: Iterable[Row], name: str) -> list[tuple[float, float]]:
-    """Return a metric's steps and values, where it is finite."""
+    """Return a metric's finite values, with their steps."""
     return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
 
 

@@ -1,1 +1,1 @@
-"""Hugging Face weights in and out of a sharded Megatron model."""
+"""Load Hugging Face weights into a sharded Megatron model, and export them from it."""

@@ -40,10 +40,10 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, layer by layer.
 
-    Every rank must iterate to the end, since each step is collective. Only one tensor is in memory at a time, and an
-    expert's weight if the tensor holds all experts. It may share memory with a parameter, so copy it to keep it.
-    Adapters are merged into their weights, unless `merged` is false.
-    Raises ValueError for an architecture that no supported Hugging Face family has.
+    Every rank must iterate to the end, since each step is collective. Only one tensor is in memory at a time, plus one
+    expert's weight if the tensor holds all experts. A tensor may share memory with a parameter, so copy it to keep it.
+    Adapters are merged into their weights, unless `merged` is false. Raises ValueError for an architecture that no
+    supported Hugging Face family has.
     """
     model = policy.model
     family_of(model)
@@ -89,7 +89,7 @@ def _whole_weights(
     """Return a collective function from a weight to its whole tensors; own: this rank's parts; adapters: to merge."""
     model = policy.model
     pipeline, experts = parallel_groups.group("pipeline"), parallel_groups.group("expert")
-    # The pipeline stage of each weight; of tied embeddings, which are on two, the first.
+    # The pipeline stage of each weight; for tied embeddings, which are on two stages, the first.
     keys = sorted({_stage_key(weight) for weight in own})
     of_stages: list[list[str]] = [keys] * pipeline.size()
     if pipeline.size() > 1:

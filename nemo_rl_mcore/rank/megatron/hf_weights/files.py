@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: read by slices, packed into Megatron's parameters, unpacked, written by shards.
+"""Read a Hugging Face folder's tensors in slices, pack them into Megatron's parameters, unpack them and write shards.
 
 A rank holds an equal part of each tensor, along one dimension, and its parameter is these parts packed together. So
 loading cuts, then packs; exporting unpacks on each rank, then joins the parts.
@@ -134,7 +134,7 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 class TensorFiles(ExitStack):
     """A folder's tensors by name; MXFP4 (`..._blocks` and `..._scales`) is read as one bfloat16 tensor.
 
-    stored: a family's names for tensors that files have in another form.
+    stored: a family's names for tensors that files store in another form.
     Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
     """
 

@@ -105,7 +105,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
 
 
 def _check_names(files: TensorFiles, model: ModelConfig) -> None:
-    # Not loaded: computed tensors, and some families' prediction layers.
+    # These are not loaded: computed tensors, and some families' prediction layers.
     predicting = None if missing_family(model) else family_of(model).predicting
     left_out = re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
     expected = {name for weight in all_weights(model) for name in weight.names}
