@@ -15,6 +15,7 @@ from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, NLLLossFn
 from nemo_rl_mcore.ops._head import LogitsCache
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+from nemo_rl_mcore.ops.sampling import SamplingParams
 
 
 def default_loss_against_hook(fused, tied):
@@ -216,7 +217,7 @@ def asked_of_the_model():
         teacher_topk_indices=torch.arange(30).view(2, 5, 3),
     )
     microbatch = Spread(rows, torch.arange(2))
-    passes = Passes(unfused_processor(32), temperature=1.0, linear_options=LinearLogprobsOptions())
+    passes = Passes(unfused_processor(32), SamplingParams(), linear_options=LinearLogprobsOptions())
     of_teacher = asked(passes.loss(DistillationLossFn({}))).ids_SBK.tolist()
     return targets(passes.logprobs()), targets(passes.loss(NLLLossFn())), of_teacher
 
