@@ -271,9 +271,8 @@ def open_generation(
         return
 
     assert not isinstance(cluster, OneProcess)
-    from nemo_rl_mcore.driver.actors.engine_generation import (
-        EngineGeneration,  # brings in Ray, as do those below
-    )
+    # Brings in Ray, as do the imports below.
+    from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
     kind = engine_kind(config)
 
